@@ -227,7 +227,7 @@ class SPDataLoader:
             tokens = 0  # the group's first rank counts for all of it
         row = [len(got), kind_of(error), tokens, mark, left]
         for whole in got:
-            row += [*whole["input_ids"].shape, whole["cu_documents"].numel()]
+            row += [*whole["input_ids"].shape, whole["cu_seqlens"].numel()]
         table = everyones(self.ctx, row, _FIXED + 3 * count)
 
         raise_failure(self.ctx, [row[1] for row in table], error)

@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from alstlib.units import IGNORE
 
 Batch = dict[str, torch.Tensor]
-KEYS = ("input_ids", "labels", "position_ids", "attention_mask", "document_lengths", "cu_documents")
+KEYS = ("input_ids", "labels", "position_ids", "attention_mask", "document_lengths", "cu_seqlens")
 SLICED = ("input_ids", "position_ids", "shift_labels")
 """Fields that are cut along the sequence, in the order in which they are sent."""
-WHOLE = ("cu_documents", "row_tokens")
+WHOLE = ("cu_seqlens", "row_tokens")
 """Fields that every rank of a group has whole."""
 
 
@@ -60,13 +60,13 @@ def _starts_from_positions(positions: torch.Tensor) -> torch.Tensor:
 def _starts_from_offsets(offsets: torch.Tensor, rows: int, length: int) -> torch.Tensor:
     flat, total = offsets.flatten().cpu(), rows * length
     if flat.numel() < 2 or flat[0] != 0 or flat[-1] != total or (flat.diff() <= 0).any():
-        raise ValueError(f"cu_documents={flat.tolist()[:8]} must rise from 0 to B * S = {total}")
+        raise ValueError(f"cu_seqlens={flat.tolist()[:8]} must rise from 0 to B * S = {total}")
     starts = torch.zeros(total, dtype=torch.bool)
     starts[flat[:-1]] = True
     starts = starts.view(rows, length)
     if not starts[:, 0].all():
         raise ValueError(
-            f"cu_documents lacks the start of a micro-batch row: every multiple of S={length} must be an offset"
+            f"cu_seqlens lacks the start of a micro-batch row: every multiple of S={length} must be an offset"
         )
     return starts
 
@@ -111,7 +111,7 @@ def prepare(batch: Mapping[str, Any], multiple: int) -> Batch:
     """Check a batch, shift its labels and pad its micro-batch rows to a `multiple` of tokens: `shard_batch` before the
     cut.
 
-    Returns: int64 [B, P] input_ids, position_ids, shift_labels; int32 cu_documents and row_tokens on the CPU.
+    Returns: int64 [B, P] input_ids, position_ids, shift_labels; int32 cu_seqlens and row_tokens on the CPU.
     """
     if not isinstance(batch, Mapping):
         raise ValueError(f"the loader yields {type(batch).__name__}; it must yield dicts with input_ids and labels")
@@ -147,8 +147,8 @@ def prepare(batch: Mapping[str, Any], multiple: int) -> Batch:
         found["position_ids"] = _starts_from_positions(positions.masked_fill(tail, 0))
     if "document_lengths" in given:
         found["document_lengths"] = _starts_from_lengths(given["document_lengths"], real, rows, length)
-    if "cu_documents" in given:
-        found["cu_documents"] = _starts_from_offsets(_integers(given, "cu_documents"), rows, length)
+    if "cu_seqlens" in given:
+        found["cu_seqlens"] = _starts_from_offsets(_integers(given, "cu_seqlens"), rows, length)
     starts = torch.zeros_like(tail)
     for i, (name, marks) in enumerate(found.items()):
         marks = marks.to(ids.device) & ~tail
@@ -170,7 +170,7 @@ def prepare(batch: Mapping[str, Any], multiple: int) -> Batch:
         "input_ids": F.pad(ids, (0, extra)),
         "position_ids": (column - first).masked_fill(tail, 0),
         "shift_labels": F.pad(shifted, (0, extra + 1), value=IGNORE),
-        "cu_documents": _offsets(starts),
+        "cu_seqlens": _offsets(starts),
         "row_tokens": real.to("cpu", torch.int32),
     }
 
@@ -207,7 +207,7 @@ def shard_batch(batch: Mapping[str, Any], sp: int, sp_rank: int, pad_to: int | N
     Args:
         batch: input_ids and labels [B, S] (any integer type), and optionally position_ids [B, S] (0, 1, 2, ..., which
             begin at 0 with each packed document), document_lengths (the tokens of each document, a list for each row),
-            cu_documents (offsets of documents in the flattened batch), and attention_mask [B, S] (zeros only as padding
+            cu_seqlens (offsets of documents in the flattened batch), and attention_mask [B, S] (zeros only as padding
             on the right, whose labels become -100).
         sp: the number of ranks that share the batch.
         sp_rank: the rank whose slice is returned, from 0 to sp - 1.
@@ -215,7 +215,7 @@ def shard_batch(batch: Mapping[str, Any], sp: int, sp_rank: int, pad_to: int | N
             In a row of fewer tokens than ranks some ranks have nothing but padding.
 
     Returns:
-        input_ids, position_ids and shift_labels, int64 [B, L]; cu_documents, int32 on the CPU: the offsets from 0 to
+        input_ids, position_ids and shift_labels, int64 [B, L]; cu_seqlens, int32 on the CPU: the offsets from 0 to
         B * P of the documents in the padded batch, with the start of each row; row_tokens, int32 [B] on the CPU: the
         tokens of each row that are not padding; step_tokens, an int64 scalar on the CPU: the valid labels of the whole
         batch. Padding has token 0, position 0 and label -100. In a packed batch it is a document of its own.
@@ -234,7 +234,7 @@ def shard_batch(batch: Mapping[str, Any], sp: int, sp_rank: int, pad_to: int | N
 def fingerprint(whole: Batch) -> int:
     """A number below 2**61 that differs when batches do, cheap enough for every step."""
     total = 0
-    for name in (*SLICED, "cu_documents"):
+    for name in (*SLICED, "cu_seqlens"):
         flat = whole[name].flatten().to(torch.int64)
         weight = torch.arange(flat.numel(), device=flat.device) % 65521 + 1
         total = (total * 1_000_003 + int((flat * weight).sum()) + math.prod(whole[name].shape)) % (2**61 - 1)

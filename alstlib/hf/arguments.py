@@ -77,7 +77,7 @@ def packed_documents(kwargs: dict[str, Any], batch: int, rows: int, sp: int) -> 
     found = {name: integers(name, given[name]) for name in PACKED[:2] if given[name] is not None}
     if (index := given["seq_idx"]) is not None:
         if sp > 1:
-            raise ValueError("seq_idx of a slice does not tell where documents begin: leave it out; use cu_documents")
+            raise ValueError("seq_idx of a slice does not tell where documents begin: leave it out; use cu_seqlens")
         if not isinstance(index, Tensor) or index.shape != (batch, rows):
             shown = list(index.shape) if isinstance(index, Tensor) else type(index).__name__
             raise ValueError(f"seq_idx {shown} must be a tensor [{batch}, {rows}], as input_ids")

@@ -50,7 +50,7 @@ class CallAgreement(Agreement):
     """The agreement on a call of an attached model.
 
     Args:
-        batch: the fields of the call. Without cu_documents their values are looked at, which waits for the device.
+        batch: the fields of the call. Without cu_seqlens their values are looked at, which waits for the device.
         always: whether the ranks are asked also where that alone waits for the device.
         own_group: only the ranks of this rank's SP group make this call, and not all replicas.
     """
@@ -61,7 +61,7 @@ class CallAgreement(Agreement):
     ) -> None:  # fmt: skip
         self.handle = handle
         ctx = handle.ctx
-        looks = isinstance(batch, Mapping) and batch.get("cu_documents") is None
+        looks = isinstance(batch, Mapping) and batch.get("cu_seqlens") is None
         arguments = {**arguments, "torch.is_grad_enabled()": torch.is_grad_enabled()}
         super().__init__(ctx.own_group if own_group else ctx, call, arguments, always or looks)
 

@@ -53,7 +53,7 @@ def causal_lm_loss(
 
     Args:
         model: the model that `apply` was given, or the DDP, FSDP or DeepSpeed engine around it.
-        batch: what `SPDataLoader` yields: input_ids, position_ids and shift_labels [B, L] (int64), cu_documents, and
+        batch: what `SPDataLoader` yields: input_ids, position_ids and shift_labels [B, L] (int64), cu_seqlens, and
             step_tokens, the number of valid tokens of the whole optimizer step. Without step_tokens this micro-batch
             counts as the whole step.
         engine_divides_by: the number by which the engine divides the loss before backward. None: a DeepSpeed engine is
@@ -107,7 +107,7 @@ def loss_of(
     return replace(share.of(total * share.factor), router=getattr(out, "aux_loss", None))
 
 
-FIELDS = ("input_ids", "position_ids", "shift_labels", "cu_documents", "row_tokens", "row_length")
+FIELDS = ("input_ids", "position_ids", "shift_labels", "cu_seqlens", "row_tokens", "row_length")
 """What of a batch an attached model is given."""
 CHECKED = ("attention_mask", *PACKED)
 """What it is given too where a batch has it: the model's call takes it where that is exact, or refuses it."""

@@ -24,7 +24,7 @@ from alstlib.units import IGNORE
 OURS = (
     "labels",
     "shift_labels",
-    "cu_documents",
+    "cu_seqlens",
     "num_items_in_batch",
     "reduction",
     "step_tokens",
@@ -84,7 +84,7 @@ def take_call(args: tuple[Any, ...], kwargs: dict[str, Any], ctx: SPContext, chu
     _check_numbers(ours)
     mask = kwargs.pop("attention_mask", None)
     _check_mask(mask, labels, shape, ctx.sp)
-    name, cu = _offsets(ours["cu_documents"], packed_documents(kwargs, batch, rows, ctx.sp), batch, rows * ctx.sp)
+    name, cu = _offsets(ours["cu_seqlens"], packed_documents(kwargs, batch, rows, ctx.sp), batch, rows * ctx.sp)
     documents = _documents(name, cu, kwargs.get("position_ids"), tokens, ctx, look=not ours["agreed"])
     if cu is not None and kwargs.get("position_ids") is None:  # a model would count on through them
         kwargs["position_ids"] = _positions(documents or (), batch, rows, ctx, name).to(tokens.device)
@@ -200,7 +200,7 @@ def _check_mask(mask: Any, labels: Tensor | None, shape: tuple[int, int], sp: in
         return
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         kind = f"of shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        raise ValueError(f"attention_mask {kind} is not supported; give position_ids and cu_documents instead")
+        raise ValueError(f"attention_mask {kind} is not supported; give position_ids and cu_seqlens instead")
     if mask.shape != shape:
         raise ValueError(f"attention_mask {list(mask.shape)} must have the shape of input_ids {list(shape)}")
     keep = mask.bool()
@@ -210,7 +210,7 @@ def _check_mask(mask: Any, labels: Tensor | None, shape: tuple[int, int], sp: in
     if sp > 1 or not right or (labels is not None and bool((labels.ne(IGNORE) & ~keep).any())):
         raise ValueError(
             "attention_mask has zeros that cannot be dropped exactly: pad on the right with labels -100 (SPDataLoader "
-            "takes such masks), and give packed documents as cu_documents"
+            "takes such masks), and give packed documents as cu_seqlens"
         )
 
 
@@ -219,11 +219,11 @@ def _offsets(
 ) -> tuple[str, list[int] | None]:  # fmt: skip
     """The offsets of documents that are given, and their name."""
     if cu is None:
-        return packed or ("cu_documents", None)
-    offsets = integers("cu_documents", cu)
+        return packed or ("cu_seqlens", None)
+    offsets = integers("cu_seqlens", cu)
     if packed is not None:
-        check_same_documents("cu_documents", offsets, *packed, batch, whole)
-    return "cu_documents", offsets
+        check_same_documents("cu_seqlens", offsets, *packed, batch, whole)
+    return "cu_seqlens", offsets
 
 
 def _documents(
@@ -253,7 +253,7 @@ def _documents(
         if look and not bool((positions == own).all()):
             raise ValueError(
                 f"position_ids of rank {ctx.sp_rank} do not run from {ctx.sp_rank * rows} to "
-                f"{(ctx.sp_rank + 1) * rows - 1}: for packed documents or padding give cu_documents too"
+                f"{(ctx.sp_rank + 1) * rows - 1}: for packed documents or padding give cu_seqlens too"
             )
         return None
     if positions is None:

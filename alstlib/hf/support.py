@@ -307,7 +307,7 @@ def check_attention(module: nn.Module, mask: Any, dropout: float, kwargs: dict[s
     index = getattr(module, "layer_idx", None)
     where = f"layer {'?' if index is None else index} ({type(module).__name__})"
     if mask is not None:
-        raise ValueError(f"{where} got an attention mask; give position_ids and cu_documents (SPDataLoader does)")
+        raise ValueError(f"{where} got an attention mask; give position_ids and cu_seqlens (SPDataLoader does)")
     if dropout:
         raise ValueError(f"{where} has attention dropout {dropout}, which tiles cannot replay; set it to 0")
     if kwargs.get("position_bias") is not None:

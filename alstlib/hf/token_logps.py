@@ -110,8 +110,8 @@ def sequence_logps(logps: Tensor, batch: Mapping[str, Any], ctx: SPContext) -> T
     (rows, length), device = logps.shape, logps.device
     whole = length * ctx.sp
     starts, tokens = torch.arange(rows) * whole, batch.get("row_tokens")
-    if batch.get("cu_documents") is not None:
-        starts = torch.as_tensor(batch["cu_documents"]).flatten()[:-1].to("cpu", torch.int64)
+    if batch.get("cu_seqlens") is not None:
+        starts = torch.as_tensor(batch["cu_seqlens"]).flatten()[:-1].to("cpu", torch.int64)
     at = (torch.arange(rows, device=device) * ctx.sp + ctx.sp_rank)[:, None] * length
     at = (at + torch.arange(length, device=device)).flatten()
     document = torch.searchsorted(starts.to(device, non_blocking=True), at, right=True) - 1

@@ -198,7 +198,7 @@ def shard_of(ctx: alstlib.SPContext, rows: int) -> dict[str, Any]:
     first = ctx.sp_rank * rows
     ids = torch.zeros(1, rows, dtype=torch.long)
     at = torch.arange(first, first + rows)[None]
-    return {"input_ids": ids, "position_ids": at, "shift_labels": ids.clone(), "cu_documents": [0, rows * ctx.sp]}
+    return {"input_ids": ids, "position_ids": at, "shift_labels": ids.clone(), "cu_seqlens": [0, rows * ctx.sp]}
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

@@ -36,7 +36,7 @@ def attach(model, sparse, ctx=None, chunk=CHUNK, **how):
 
 def oracle(model, sample, chunk, sparse):
     """Loss and gradients of the plain model whose layers without a window attend to the pages that they see."""
-    documents = sample["cu_documents"].tolist()
+    documents = sample["cu_seqlens"].tolist()
 
     def attend(module, q, k, v, *_, scaling, **how):
         window, seen = how.get("sliding_window"), None

@@ -24,7 +24,7 @@ class Steps:
         made = shard_of(self.ctx, self.rows // self.ctx.sp)
         batch = {n: v.to("cuda:0") if isinstance(v, Tensor) else v for n, v in made.items()}
         if documents is not None:
-            batch["cu_documents"] = list(documents)
+            batch["cu_seqlens"] = list(documents)
         if block is not None:
             return alstlib.block_step(self.model, batch, block).loss
         if logps:

@@ -511,7 +511,7 @@ def test_collate():
     assert batch["labels"].tolist() == [[1, 2, -100, -100, -100], [0, 1, 2, 3, 4]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 0, 0], [1] * 5]
     assert batch["document_lengths"] == [[1, 2], [5]]
-    assert shard_batch(batch, 2, 0)["cu_documents"].tolist() == [0, 1, 3, 6, 11, 12]
+    assert shard_batch(batch, 2, 0)["cu_seqlens"].tolist() == [0, 1, 3, 6, 11, 12]
     plain = collate([{"input_ids": [1, 2], "labels": [1, 2]}] * 2)
     assert set(plain) == {"input_ids", "labels"}
     with pytest.raises(ValueError, match="1 of 2 samples of a batch have 'position_ids'"):

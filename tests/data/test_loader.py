@@ -71,12 +71,12 @@ def test_slices_join_to_the_padded_batch(sp, length, pad_to):
         ("shift_labels", plain_shift(batch["labels"]), -100),
     ):  # fmt: skip
         assert torch.equal(whole[name], F.pad(plain, (0, padded - length), value=fill)), name
-    assert shards[0]["cu_documents"].tolist() == [0, padded, 2 * padded]
+    assert shards[0]["cu_seqlens"].tolist() == [0, padded, 2 * padded]
     for part in (s[name] for s in shards for name in SLICED):
         assert part.dtype == torch.int64
         assert part.is_contiguous()
         assert part.untyped_storage().nbytes() == part.nbytes  # the whole batch is not kept alive
-    assert shards[0]["cu_documents"].dtype == torch.int32
+    assert shards[0]["cu_seqlens"].dtype == torch.int32
 
 
 DOCUMENTS = [3, 1, 4]  # of 8 tokens
@@ -91,8 +91,8 @@ POSITIONS = [[0, 1, 2, 0, 0, 1, 2, 3]]
         {"document_lengths": DOCUMENTS},
         {"document_lengths": torch.tensor([[3, 1, 4, 0]])},
         {"document_lengths": [torch.tensor(DOCUMENTS)]},
-        {"cu_documents": torch.tensor([0, 3, 4, 8], dtype=torch.int32)},
-        {"cu_documents": [0, 3, 4, 8], "position_ids": POSITIONS, "document_lengths": [DOCUMENTS]},
+        {"cu_seqlens": torch.tensor([0, 3, 4, 8], dtype=torch.int32)},
+        {"cu_seqlens": [0, 3, 4, 8], "position_ids": POSITIONS, "document_lengths": [DOCUMENTS]},
     ],
 )
 def test_packed_documents(given):
@@ -104,7 +104,7 @@ def test_packed_documents(given):
     assert whole["position_ids"].tolist() == [[*POSITIONS[0], 0]]
     assert documents_from_positions(whole["position_ids"]).tolist() == [0, 3, 4, 8, 9]
     for shard in shards:
-        assert shard["cu_documents"].tolist() == [0, 3, 4, 8, 9]  # the padding is a document of its own
+        assert shard["cu_seqlens"].tolist() == [0, 3, 4, 8, 9]  # the padding is a document of its own
         assert shard["step_tokens"].item() == 5
 
 
@@ -114,9 +114,9 @@ def test_right_padding_is_turned_into_ignored_labels():
     row = batch["labels"][0].tolist()
     assert shard["shift_labels"][0].tolist() == [row[1], row[2], -100, -100, -100]
     assert shard["position_ids"].tolist() == [[0, 1, 2, 0, 0], [0, 1, 2, 3, 4]]
-    assert shard["cu_documents"].tolist() == [0, 5, 10]
+    assert shard["cu_seqlens"].tolist() == [0, 5, 10]
     packed = shard_batch({**batch, "document_lengths": [[2, 1], [5]]}, 2, 0)
-    assert packed["cu_documents"].tolist() == [0, 2, 3, 6, 11, 12]
+    assert packed["cu_seqlens"].tolist() == [0, 2, 3, 6, 11, 12]
 
 
 BAD = {
@@ -134,8 +134,8 @@ BAD = {
     "position_ids has shape": make(0, 4, position_ids=torch.zeros(3, 1, 4, dtype=torch.long)),
     "must sum to the micro-batch row's 4": make(0, 4, document_lengths=[[2, 1]]),
     "has 2 rows": make(0, 4, document_lengths=[[2, 2], [4]]),
-    "must rise from 0": make(0, 4, cu_documents=[0, 3, 2, 4]),
-    "lacks the start of a micro-batch row": make(0, 4, rows=2, cu_documents=[0, 3, 8]),
+    "must rise from 0": make(0, 4, cu_seqlens=[0, 3, 2, 4]),
+    "lacks the start of a micro-batch row": make(0, 4, rows=2, cu_seqlens=[0, 3, 8]),
     "disagree": make(0, 4, position_ids=torch.arange(4)[None], document_lengths=[[2, 2]]),
     "padding on the right": make(0, 4, attention_mask=torch.tensor([[0, 1, 1, 1]])),
     "attention_mask has shape": make(0, 4, attention_mask=torch.ones(1, 1, 4, 4).long()),
@@ -222,7 +222,7 @@ def check_groups(results, sp, batches_per_rank, accumulation=1, pad_to=None, rep
         for step, whole in enumerate(groups[-1]):
             for name in SLICED:
                 assert torch.equal(joined(members, step, name), whole[name]), (first, step, name)
-            for name in ("cu_documents", "row_tokens"):
+            for name in ("cu_seqlens", "row_tokens"):
                 assert all(member[step][name] == whole[name].tolist() for member in members)
     for step in range(len(groups[0])):
         at = slice(step - step % accumulation, step - step % accumulation + accumulation)

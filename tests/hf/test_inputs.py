@@ -68,11 +68,11 @@ REFUSED = {
         "position_ids must count from 0",
     ),
     "documents' end": (
-        {"cu_documents": torch.tensor([0, 5, 11])},
-        r"cu_documents ends at 11, but 1 x 12 tokens on each of 1 ranks are 12",
+        {"cu_seqlens": torch.tensor([0, 5, 11])},
+        r"cu_seqlens ends at 11, but 1 x 12 tokens on each of 1 ranks are 12",
     ),
     "documents that fall": (
-        {"position_ids": ARANGE, "cu_documents": [0, 8, 5, 12]},
+        {"position_ids": ARANGE, "cu_seqlens": [0, 8, 5, 12]},
         r"\[0, 8, 5, 12\] must rise from 0",
     ),
     "left padding": (
@@ -81,7 +81,7 @@ REFUSED = {
     ),
     "4D mask": (
         {"attention_mask": torch.ones(1, 1, 12, 12)},
-        r"attention_mask of shape \[1, 1, 12, 12\] is not supported; give position_ids and cu_documents",
+        r"attention_mask of shape \[1, 1, 12, 12\] is not supported; give position_ids and cu_seqlens",
     ),
     "mask of masks": ({"attention_mask": {"full": None}}, "attention_mask dict is not supported"),
 }
@@ -101,15 +101,15 @@ SHARDED = {
     "no positions": ({}, "position_ids are missing: each rank"),
     "local positions": (
         {"position_ids": ARANGE},
-        "position_ids of rank 1 do not run from 12 to 23: for packed documents or padding give cu_documents too",
+        "position_ids of rank 1 do not run from 12 to 23: for packed documents or padding give cu_seqlens too",
     ),
     "local documents": (
-        {"position_ids": ARANGE + 12, "cu_documents": torch.tensor([0, 12])},
-        "cu_documents ends at 12, but 1 x 12 tokens on each of 2 ranks are 24: .* or the offsets are not global",
+        {"position_ids": ARANGE + 12, "cu_seqlens": torch.tensor([0, 12])},
+        "cu_seqlens ends at 12, but 1 x 12 tokens on each of 2 ranks are 24: .* or the offsets are not global",
     ),
     "another rank's shape": (
-        {"input_ids": ids(1, 11), "position_ids": ARANGE[:, :11] + 12, "cu_documents": torch.tensor([0, 24])},
-        "cu_documents ends at 24, but 1 x 11 tokens on each of 2 ranks are 22: the ranks' shapes disagree",
+        {"input_ids": ids(1, 11), "position_ids": ARANGE[:, :11] + 12, "cu_seqlens": torch.tensor([0, 24])},
+        "cu_seqlens ends at 24, but 1 x 11 tokens on each of 2 ranks are 22: the ranks' shapes disagree",
     ),
     "packing of a slice": (
         {"position_ids": ARANGE + 12, "seq_idx": (ARANGE > 4).int()},
@@ -129,7 +129,7 @@ def test_wrong_shards_are_refused_by_name(kwargs, message):
 
 def test_what_is_ours_does_not_reach_the_model():
     kwargs = {
-        "input_ids": ids(2), "shift_labels": ids(2), "cu_documents": torch.tensor([0, 12, 24]), "step_tokens": 24,
+        "input_ids": ids(2), "shift_labels": ids(2), "cu_seqlens": torch.tensor([0, 12, 24]), "step_tokens": 24,
         "num_items_in_batch": 5, "attention_mask": torch.ones(2, LENGTH), "position_ids": ARANGE, "own": 1,
     }  # fmt: skip
     call = take_call((), kwargs, ONE)
@@ -147,12 +147,12 @@ def test_what_is_ours_does_not_reach_the_model():
         ({}, None),
         ({"position_ids": ARANGE}, (0, 12, 24)),
         ({"position_ids": torch.tensor([[*range(5), *range(7)], [*range(12)]])}, (0, 5, 12, 24)),
-        ({"position_ids": ARANGE, "cu_documents": [0, 24]}, (0, 24)),
+        ({"position_ids": ARANGE, "cu_seqlens": [0, 24]}, (0, 24)),
         ({"seq_idx": (ARANGE > 4).int().expand(2, -1)}, (0, 5, 12, 17, 24)),
-        ({"cu_seq_lens_q": [0, 12, 24], "cu_documents": [0, 24], "max_length_q": 12}, (0, 24)),
-        ({"position_ids": torch.tensor([[*range(7), *range(5)]] * 2), "cu_documents": [0, 7, 12, 19, 24]},
+        ({"cu_seq_lens_q": [0, 12, 24], "cu_seqlens": [0, 24], "max_length_q": 12}, (0, 24)),
+        ({"position_ids": torch.tensor([[*range(7), *range(5)]] * 2), "cu_seqlens": [0, 7, 12, 19, 24]},
          (0, 7, 12, 19, 24)),
-        ({"position_ids": torch.tensor([[*range(10), 0, 0]] * 2), "cu_documents": [0, 12, 24]}, (0, 12, 24)),
+        ({"position_ids": torch.tensor([[*range(10), 0, 0]] * 2), "cu_seqlens": [0, 12, 24]}, (0, 12, 24)),
     ],
     ids=str,
 )  # fmt: skip
@@ -163,7 +163,7 @@ def test_documents_of_one_rank(kwargs, documents):
 
 def test_documents_of_a_shard_are_global_and_labels_are_shifted_once():
     given = {"input_ids": ids(), "position_ids": torch.tensor([[*range(6, 8), *range(10)]])}
-    assert take(rank(1), **given, cu_documents=torch.tensor([0, 6, 14, 24])).inputs.documents == (0, 6, 14, 24)
+    assert take(rank(1), **given, cu_seqlens=torch.tensor([0, 6, 14, 24])).inputs.documents == (0, 6, 14, 24)
     assert torch.equal(take(input_ids=ids(), labels=ids()).inputs.labels, shift(ids()))
     assert torch.equal(take(input_ids=ids(), labels=ids(), shift_labels=ids()).inputs.labels, ids())
     with pytest.raises(ValueError, match="give the model's inputs by name: input_ids"):
@@ -205,15 +205,15 @@ def test_masks_that_may_be_dropped_are_exact(model, kind):
             assert relative_error(model(**given).logits[keep], plain[keep]) < 1e-5
 
 
-@pytest.mark.parametrize("how", ["position_ids", "cu_documents", "both", "cu_seq_lens", "seq_idx"])
+@pytest.mark.parametrize("how", ["position_ids", "cu_seqlens", "both", "cu_seq_lens", "seq_idx"])
 def test_packed_documents_are_those_one_by_one(model, how):
     """Positions that start again, or offsets: logits of each document alone, and gradients of their sum."""
     lengths, tokens = [5, 1, 6], ids()
     packed = shard_batch({"input_ids": tokens, "labels": tokens, "document_lengths": lengths}, 1, 0)
-    positions, offsets = {"position_ids": packed["position_ids"]}, {"cu_documents": packed["cu_documents"]}
+    positions, offsets = {"position_ids": packed["position_ids"]}, {"cu_seqlens": packed["cu_seqlens"]}
     forms = {
-        "position_ids": positions, "cu_documents": offsets, "both": {**positions, **offsets},
-        "cu_seq_lens": {"cu_seq_lens_q": packed["cu_documents"], "cu_seq_lens_k": packed["cu_documents"]},
+        "position_ids": positions, "cu_seqlens": offsets, "both": {**positions, **offsets},
+        "cu_seq_lens": {"cu_seq_lens_q": packed["cu_seqlens"], "cu_seq_lens_k": packed["cu_seqlens"]},
         "seq_idx": {"seq_idx": (packed["position_ids"] == 0).cumsum(1).int()},
     }  # fmt: skip
     want = plain_step(model, {"input_ids": tokens, "labels": tokens, "document_lengths": [lengths]})
@@ -263,13 +263,13 @@ def alone_wrong(case, place, one):
     what, _, how = case.partition(", ")
     run = {"blocks": blocks, "log-probabilities": alstlib.token_logps, "model": call}.get(how, loss)
     good = slice_of(place)
-    last = {**good, "position_ids": good["position_ids"] * (good["position_ids"] < 23), "cu_documents": [0, 23, 24]}
+    last = {**good, "position_ids": good["position_ids"] * (good["position_ids"] < 23), "cu_seqlens": [0, 23, 24]}
     kinds = {
         "rows": (slice_of(place, LENGTH - one), run),
         "batch": (slice_of(place, batch=1 + one), run),
         "local positions": (slice_of(0 if one else place), run),
         "the whole sample on every rank": (slice_of(0, 2 * LENGTH), run),
-        "documents": (last if one else {**good, "cu_documents": [0, 24]}, run),
+        "documents": (last if one else {**good, "cu_seqlens": [0, 24]}, run),
         "a field": ({**good, "pixel_values": torch.ones(1) if one else None}, run),
         "no positions": ({**good, "position_ids": None if one else good["position_ids"]}, run),
         "calls": (good, blocks if one else loss),
@@ -382,9 +382,9 @@ WRONG = [
     (forward, {"position_ids": ARANGE[0]}, r"position_ids has shape \[12\]"),
 
     (forward, {"attention_mask": ARANGE[:, :7]}, r"attention_mask \[1, 7\] must have the shape of input_ids \[1, 12\]"),
-    (forward, {"cu_documents": 12}, "cu_documents 12 must be one row of whole numbers"),
-    (forward, {"cu_documents": torch.tensor([0, 12.0])},
-     r"cu_documents of shape \[2\] and torch.float32 must be one row"),
+    (forward, {"cu_seqlens": 12}, "cu_seqlens 12 must be one row of whole numbers"),
+    (forward, {"cu_seqlens": torch.tensor([0, 12.0])},
+     r"cu_seqlens of shape \[2\] and torch.float32 must be one row"),
 
     (forward, {"labels": ids(), "num_items_in_batch": "5"}, "num_items_in_batch='5' must be the"),
     (lambda model, batch: loss(model, [batch]), {}, "batch is of the type list; it must be a dict"),

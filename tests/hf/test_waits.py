@@ -68,7 +68,7 @@ def test_a_step_waits_for_nothing(ranks2, chunk):
 
 def test_the_watch_sees_a_wait():
     """Positions without document offsets have to be looked at."""
-    batch = {n: t for n, t in shard(0, 1).items() if n != "cu_documents"}
+    batch = {n: t for n, t in shard(0, 1).items() if n != "cu_seqlens"}
     with attach(make_model("gqa")) as handle, Waits() as waits:
         alstlib.causal_lm_loss(handle.model, batch)
     assert ("inputs", "_documents") in waits.places
