@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import sys
 from collections import Counter
@@ -19,10 +20,9 @@ from alstlib.config import Model, RunConfig
 from alstlib.hf.support import check_model
 from alstlib.linear.adapters import mixers_of
 from alstlib.measure.deep import PROBE, Deep
-from alstlib.measure.reference_stack import ReferenceStack
 from alstlib.measure.scope import ATTENTION, STATES, category
 from alstlib.measure.simulate import sizes_of, whole_model
-from alstlib.planner.fits import KERNEL, StepQuestion, part_of
+from alstlib.planner.fits import KERNEL, REFERENCE, StepQuestion, part_of
 
 
 def answer(what: str, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,8 +36,25 @@ def answer(what: str, asked: Mapping[str, Any]) -> dict[str, Any]:
 def _deep(question: str) -> Deep:
     """A search asks about many lengths of one model, which is built once for all of them."""
     asked = StepQuestion.from_dict(json.loads(question))
-    stack = Deep if asked.preset == "ours" else ReferenceStack
-    return stack(asked.run, asked.ranks, asked.device, asked.capability)
+    return stack_of(asked.preset)(asked.run, asked.ranks, asked.device, asked.capability)
+
+
+def stack_of(preset: str) -> type[Deep]:
+    """What simulates a preset: our own stack, or that of the `paper`, which the repository has and the package not.
+
+    Raises:
+        ValueError: the package was installed without the repository.
+    """
+    if preset == "ours":
+        return Deep
+    if not REFERENCE.is_file():
+        raise ValueError(
+            f"preset '{preset}' simulates with {REFERENCE.name} in papermill_runs/referee/ of the repository, which is "
+            "not beside this package: plan from a clone of it, or use preset 'ours'"
+        )
+    if (folder := str(REFERENCE.parent)) not in sys.path:
+        sys.path.append(folder)
+    return importlib.import_module(REFERENCE.stem).ReferenceStack
 
 
 def span(question: str, rows: int) -> dict[str, Any]:

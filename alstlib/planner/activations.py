@@ -112,7 +112,7 @@ def reference_activations(
     shape: Shape, run: RunConfig, ranks: int, seq_len: int, held: Callable[[str], float] = lambda part: 0.0
 ) -> Activations:
     """The same of the reference stack (DeepSpeed's ALST with Liger's kernels and flash-attn 2, always checkpointed, in
-    bf16), which is simulated too (`measure.reference_stack`).
+    bf16), which is simulated too (`papermill_runs/referee/reference_stack.py`).
 
     Raises:
         ValueError: heads that the reference cannot share, or a decoder that it cannot run.

@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     where.add_argument(
         "--rates", type=Path, metavar="PATH",
-        help="the result.json of alstlib.measure.time_kernels, whose measured attention speed replaces the table's",
+        help="a result.json of the spec gpu-kernels, whose measured attention speed replaces the table's",
     )  # fmt: skip
     each = {"context": "the CUDA context on each GPU", "nccl": "NCCL's buffers on each GPU",
             "process": "the process of each rank on the host"}  # fmt: skip

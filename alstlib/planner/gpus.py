@@ -140,12 +140,12 @@ def rates_named(device: str) -> Rates | None:
 
 
 def with_measured(rates: Rates, path: str | Path) -> Rates:
-    """These rates, with attention's from a result.json of `measure.time_kernels` that was measured on the machine."""
+    """These rates, with attention's from a result.json of the spec gpu-kernels that was measured on the machine."""
     found = json.loads(Path(path).read_text())
     metrics = found.get("metrics") or {}
     best = (metrics.get("kernels") or {}).get(metrics.get("chosen"), {})
     if "forward_tflops" not in best:
-        raise ValueError(f"{path} has no measured kernel; name a result.json of alstlib.measure.time_kernels")
+        raise ValueError(f"{path} has no measured kernel; name a result.json of the spec gpu-kernels")
     return replace(
         rates, name=f"{rates.name}, attention as measured", attention_forward=best["forward_tflops"] * T,
         attention_backward=best["backward_tflops"] * T,

@@ -1,8 +1,8 @@
 """What papers state, compared with what the planner predicts for their programs.
 
-Nothing is fitted to these rows: the steps are simulated (`measure.reference_stack`), buckets are DeepSpeed's defaults,
-the rest are the named terms of `machine.Overheads`. Where a prediction is off by more than 10%, `WHY` says what may be
-behind it, as far as is known.
+Nothing is fitted to these rows: the steps are simulated (`referee/reference_stack.py`), buckets are DeepSpeed's
+defaults, the rest are the named terms of `machine.Overheads`. Where a prediction is off by more than 10%, `WHY` says
+what may be behind it, as far as is known.
 """
 
 from __future__ import annotations

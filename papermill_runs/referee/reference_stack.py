@@ -23,6 +23,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from baselines import _checkpoint
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Function
@@ -31,7 +32,6 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 
 from alstlib.config import RunConfig
 from alstlib.hf.models import model_config
-from alstlib.measure.baselines import _checkpoint
 from alstlib.measure.deep import Deep
 from alstlib.measure.scope import CHECKPOINTS, EXCHANGE, Places
 from alstlib.measure.simulate import Recording, Simulated, fake_ranks, of_step, shard_of

@@ -1,4 +1,4 @@
-"""The worker that times attention kernels, `python -m alstlib.measure.time_kernels --config config.json --out DIR`.
+"""The worker that times attention kernels, `time_kernels.py --config config.json --out DIR`.
 
 Every backend of `backends.BACKENDS` that runs here: forward and backward, causal, over the run's length with the heads
 of the run's model on one of `sp` ranks; and in chunks of queries (`chunk`) over resident keys, as a streamed layer
@@ -11,22 +11,18 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from alstlib.config import RunConfig
-from alstlib.kernels.attention import attention_backward, attention_backward_rows, attention_forward
+from alstlib.hf.models import model_config
+from alstlib.hf.support import heads_of
 from alstlib.kernels.backends import BACKENDS, choose_backend
-from alstlib.kernels.rule import Attended, Rule
+from alstlib.measure.machine_rates import time_kernel
 from alstlib.runs.processes import die_with_parent, seconds_left
-from alstlib.train.worker import Job, run_worker, wait_for
+from alstlib.train.worker import Job, run_worker
 
 CHECKING = ("eager",)
 """Makes [S, S]: not timed."""
@@ -36,9 +32,6 @@ SLOW = {"blockwise": 65_536}
 
 class Bench(Job):
     def __init__(self, run: RunConfig, out: Path) -> None:
-        from alstlib.hf.models import model_config  # which takes seconds that each kernel's process need not wait
-        from alstlib.hf.support import heads_of
-
         super().__init__(run, out)
         config = model_config(run.model.name, run.model.config, run.model.trust_remote_code).get_text_config()
         ranks = max(1, run.emulate)
@@ -93,8 +86,7 @@ class Bench(Job):
             return {"runs": False, "why": ": ".join([ended, *said])[:500]}
 
     def command(self, task: dict[str, Any], answer: Path) -> list[str]:
-        module = "alstlib.measure.time_kernels"
-        return [sys.executable, "-m", module, "--kernel", json.dumps(task), "--out", str(answer)]
+        return [sys.executable, __file__, "--kernel", json.dumps(task), "--out", str(answer)]
 
 
 def answer_of(task: dict[str, Any]) -> dict[str, Any]:
@@ -103,61 +95,6 @@ def answer_of(task: dict[str, Any]) -> dict[str, Any]:
         return {"runs": True, **time_kernel(**task)}
     except Exception as e:
         return {"runs": False, "why": f"{type(e).__name__}: {e}"[:500]}
-
-
-def time_kernel(
-    name: str, device: str, dtype: str, heads: int, kv: int, dim: int, length: int, steps: int, chunk: int | None
-) -> dict[str, Any]:
-    """Median seconds, and TFLOPS of the causal half: 2 S^2 d a head forward, 5 S^2 d backward."""
-    on = torch.device(device)
-    backend = choose_backend(name, on, getattr(torch, dtype), dim)
-
-    def make(heads: int) -> torch.Tensor:  # as they come out of an exchange: views of [S, B, heads, D]
-        return torch.randn(length, 1, heads, dim, device=on, dtype=getattr(torch, dtype)).permute(1, 2, 0, 3)
-
-    def figures(kind: str, forward: Callable[[], Any], backward: Callable[[], Any]) -> dict[str, float]:
-        seconds = {f"{kind}forward": median(forward), f"{kind}backward": median(backward)}
-        flops = {f"{kind}forward": 2 * square, f"{kind}backward": 5 * square}
-        tflops = {f"{n}_tflops": flops[n] / s / 1e12 for n, s in seconds.items()}
-        return {**{f"{n}_seconds": s for n, s in seconds.items()}, **tflops}
-
-    def median(step: Callable[[], Any]) -> float:
-        step()
-        seconds = []
-        for _ in range(steps):
-            wait_for(on)
-            began = time.perf_counter()
-            step()
-            wait_for(on)
-            seconds.append(time.perf_counter() - began)
-        return statistics.median(seconds)
-
-    q, dout, (k, v) = make(heads), make(heads), (make(kv), make(kv))
-    rule = Rule(dim**-0.5)
-    kept = Attended(q, k, v, *attention_forward(backend, q, k, v, rule=rule))
-    square = float(length) ** 2 * dim * heads
-    made = figures(
-        "",
-        lambda: attention_forward(backend, q, k, v, rule=rule),
-        lambda: attention_backward(backend, dout, kept, rule=rule),
-    )
-    if chunk is None:
-        return made
-    spans = [slice(lo, min(lo + chunk, length)) for lo in range(0, length, chunk)]
-
-    def chunks_forward() -> None:
-        for at in spans:
-            attention_forward(backend, q[:, :, at], k[:, :, : at.stop], v[:, :, : at.stop], rule=rule)
-
-    dk, dv = (torch.zeros_like(t, dtype=torch.float32) for t in (k, v))
-
-    def chunks_backward() -> None:
-        for at in reversed(spans):
-            rows, keys = (slice(None), slice(None), at), (slice(None), slice(None), slice(at.stop))
-            part = Attended(q[rows], k[keys], v[keys], kept.out[rows], kept.lse[rows])
-            attention_backward_rows(backend, dout[rows], part, (dk[keys], dv[keys]), rule=rule)
-
-    return {**made, "chunk": chunk, **figures("chunks_", chunks_forward, chunks_backward)}
 
 
 def main() -> None:
