@@ -21,7 +21,7 @@ from alstlib.hf.support import check_model
 from alstlib.linear.adapters import mixers_of
 from alstlib.measure.deep import PROBE, Deep
 from alstlib.measure.scope import ATTENTION, STATES, category
-from alstlib.measure.simulate import sizes_of, whole_model
+from alstlib.measure.simulate import whole_model
 from alstlib.planner.fits import KERNEL, REFERENCE, StepQuestion, part_of
 
 
@@ -126,7 +126,7 @@ def count(name: str, overrides: Mapping[str, Any], trust: bool) -> dict[str, Any
     for path, m in model.named_modules():
         if isinstance(m, nn.Linear) and m.weight is not head:
             linear[path.rpartition(".")[2]] += m.in_features + m.out_features
-    sizes, mlp = sizes_of(model), getattr(config, "intermediate_size", 0)
+    mlp, sizes = getattr(config, "intermediate_size", 0), [p.numel() for p in model.parameters()]
     return {
         "family": config.model_type, "vocab": head.shape[0], "width": head.shape[1],
         "mlp": mlp if isinstance(mlp, int) else 0,
@@ -134,7 +134,8 @@ def count(name: str, overrides: Mapping[str, Any], trust: bool) -> dict[str, Any
         "head_dim": facts.kv_widths - facts.value_width, "value_dim": facts.value_width,
         "window": window if windowed else 0, "windowed": windowed,
         "softcap": getattr(config, "attn_logit_softcapping", None) is not None, "attending": len(facts.attending),
-        "parameters": sizes.parameters, "layer_parameters": sizes.layer, "largest_tensor": sizes.largest,
+        "parameters": sum(sizes), "largest_tensor": max(sizes),
+        "layer_parameters": max(sum(p.numel() for p in layer.parameters()) for layer in facts.layers),
         "mixing": round(mixing), "mlp_of_token": round(mlps), "linear": dict(linear),
         "recurrence": _recurrence(run, [mixers for layer in facts.layers if (mixers := mixers_of(layer))]),
     }  # fmt: skip

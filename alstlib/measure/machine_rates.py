@@ -16,6 +16,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from alstlib.config import RunConfig
-from alstlib.kernels.attention import attention_backward, attention_backward_rows, attention_forward
+from alstlib.kernels.attention import attention_backward, attention_forward
 from alstlib.kernels.backends import choose_backend
 from alstlib.kernels.rule import Attended, Rule
 from alstlib.mesh import accelerator, gather_text
@@ -123,13 +124,16 @@ class Rates(Job):
         dim, shape = self.shape.head_dim, self.shape
         kv = max(1, shape.kv_heads // self.world)
         heads = kv * max(1, shape.heads // shape.kv_heads)
-        name, found = choose_backend("sdpa", self.device, self.dtype, dim).name, {}
+        backend, rule, found = choose_backend("sdpa", self.device, self.dtype, dim), Rule(dim**-0.5), {}
         for length in LENGTHS[self.kind]:
-            dist.barrier()
-            dtype = str(self.dtype).removeprefix("torch.")
-            made = time_kernel(name, str(self.device), dtype, heads, kv, dim, length, 3, None)
-            for way in ("forward", "backward"):
-                found[f"attention_{way}_{length}"] = made[f"{way}_tflops"] * 1e12
+            q, dout, k, v = (self._heads(n, length) for n in (heads, heads, kv, kv))
+            kept = Attended(q, k, v, *attention_forward(backend, q, k, v, rule=rule))
+            steps = {
+                "forward": (2, partial(attention_forward, backend, q, k, v, rule=rule)),
+                "backward": (5, partial(attention_backward, backend, dout, kept, rule=rule)),
+            }
+            for way, (products, step) in steps.items():
+                found[f"attention_{way}_{length}"] = products * length**2 * dim * heads / self.seconds(step)
         last = LENGTHS[self.kind][-1]
         return {**found, **{f"attention_{way}": found[f"attention_{way}_{last}"] for way in ("forward", "backward")}}
 
@@ -209,63 +213,12 @@ class Rates(Job):
             cores = ",".join(on) or "-"
         return f"{'-' if gpu is None else gpu}/{cores}"
 
+    def _heads(self, heads: int, length: int) -> Tensor:
+        """[1, heads, S, D] as it comes out of an exchange: a view of [S, 1, heads, D]."""
+        return self._random(length, 1, heads, self.shape.head_dim).permute(1, 2, 0, 3)
+
     def _random(self, *sizes: int) -> Tensor:
         return torch.randn(*sizes, device=self.device, dtype=self.dtype)
-
-
-def time_kernel(
-    name: str, device: str, dtype: str, heads: int, kv: int, dim: int, length: int, steps: int, chunk: int | None
-) -> dict[str, Any]:
-    """Median seconds, and TFLOPS of the causal half: 2 S^2 d a head forward, 5 S^2 d backward."""
-    on = torch.device(device)
-    backend = choose_backend(name, on, getattr(torch, dtype), dim)
-
-    def make(heads: int) -> torch.Tensor:  # as they come out of an exchange: views of [S, B, heads, D]
-        return torch.randn(length, 1, heads, dim, device=on, dtype=getattr(torch, dtype)).permute(1, 2, 0, 3)
-
-    def figures(kind: str, forward: Callable[[], Any], backward: Callable[[], Any]) -> dict[str, float]:
-        seconds = {f"{kind}forward": median(forward), f"{kind}backward": median(backward)}
-        flops = {f"{kind}forward": 2 * square, f"{kind}backward": 5 * square}
-        tflops = {f"{n}_tflops": flops[n] / s / 1e12 for n, s in seconds.items()}
-        return {**{f"{n}_seconds": s for n, s in seconds.items()}, **tflops}
-
-    def median(step: Callable[[], Any]) -> float:
-        step()
-        seconds = []
-        for _ in range(steps):
-            wait_for(on)
-            began = time.perf_counter()
-            step()
-            wait_for(on)
-            seconds.append(time.perf_counter() - began)
-        return statistics.median(seconds)
-
-    q, dout, (k, v) = make(heads), make(heads), (make(kv), make(kv))
-    rule = Rule(dim**-0.5)
-    kept = Attended(q, k, v, *attention_forward(backend, q, k, v, rule=rule))
-    square = float(length) ** 2 * dim * heads
-    made = figures(
-        "",
-        lambda: attention_forward(backend, q, k, v, rule=rule),
-        lambda: attention_backward(backend, dout, kept, rule=rule),
-    )
-    if chunk is None:
-        return made
-    spans = [slice(lo, min(lo + chunk, length)) for lo in range(0, length, chunk)]
-
-    def chunks_forward() -> None:
-        for at in spans:
-            attention_forward(backend, q[:, :, at], k[:, :, : at.stop], v[:, :, : at.stop], rule=rule)
-
-    dk, dv = (torch.zeros_like(t, dtype=torch.float32) for t in (k, v))
-
-    def chunks_backward() -> None:
-        for at in reversed(spans):
-            rows, keys = (slice(None), slice(None), at), (slice(None), slice(None), slice(at.stop))
-            part = Attended(q[rows], k[keys], v[keys], kept.out[rows], kept.lse[rows])
-            attention_backward_rows(backend, dout[rows], part, (dk[keys], dv[keys]), rule=rule)
-
-    return {**made, "chunk": chunk, **figures("chunks_", chunks_forward, chunks_backward)}
 
 
 def _cores(text: str) -> list[int]:

@@ -14,7 +14,6 @@ from alstlib.config import RunConfig
 from alstlib.data.shard import shard_batch
 from alstlib.hf import models
 from alstlib.hf.models import load_model
-from alstlib.measure import machine_rates
 from alstlib.offload.ledger import Ledger
 from alstlib.runs.launch import launch
 from alstlib.train import worker
@@ -162,7 +161,7 @@ def test_a_kernel_that_fails_is_an_answer_and_not_the_end(tmp_path, monkeypatch)
     def refuse(*_, **__):
         raise AssertionError("head_dim 24 is not supported")
 
-    monkeypatch.setattr(machine_rates, "attention_backward", refuse)
+    monkeypatch.setattr(time_kernels, "attention_backward", refuse)
     task = {"name": "cpu", "device": "cpu", "dtype": "float32", "heads": 2, "kv": 1, "dim": 8, "length": 32, "steps": 1}
     assert time_kernels.answer_of({**task, "chunk": None}) == {
         "runs": False, "why": "AssertionError: head_dim 24 is not supported"
