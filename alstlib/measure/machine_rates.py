@@ -128,7 +128,7 @@ class Rates(Job):
         for length in LENGTHS[self.kind]:
             q, dout, k, v = (self._heads(n, length) for n in (heads, heads, kv, kv))
             kept = Attended(q, k, v, *attention_forward(backend, q, k, v, rule=rule))
-            steps = {
+            steps: dict[str, tuple[int, Callable[[], Any]]] = {
                 "forward": (2, partial(attention_forward, backend, q, k, v, rule=rule)),
                 "backward": (5, partial(attention_backward, backend, dout, kept, rule=rule)),
             }

@@ -19,10 +19,9 @@ from alstlib.planner import devices
 from alstlib.planner.gpus import GPUS, Rates, label_bytes, rates_of, with_measured
 from alstlib.planner.machine import Machine, Overheads, read_machine
 from alstlib.planner.model_shapes import Shape, read_shape
-from alstlib.planner.prediction import HELP, Prediction, with_degree
-from alstlib.planner.question import NEEDED, Answer, Question, trained_length
+from alstlib.planner.prediction import Prediction, with_degree
+from alstlib.planner.question import HELP, NEEDED, WAYS, Answer, Question, Variant, trained_length
 from alstlib.planner.rendering import describe, describe_machines, say
-from alstlib.planner.ways import WAYS
 from alstlib.tables import console
 from alstlib.units import GIB, parse_quantity
 
@@ -235,31 +234,30 @@ def as_json(question: Question, best: Prediction | None, found: Prediction | Non
     }  # fmt: skip
     made["limit"] = (question.beyond(best) if found.fits else found).reason
     made["loading"]["why"] = question.cannot_load()
-    made["help"] = [
-        {
-            "what": h.what, "changes": h.changes, "longest_sequence": h.longest,
-            "longest_step_seconds": h.then.seconds["step"], "step_seconds": h.seconds,
-        }
-        for h in question.advice()
-    ]  # fmt: skip
+    made["help"] = [_reach(one) for one in question.advice()]
     made["ways"] = [
-        {
-            "what": w.what, "changes": w.changes, "longest_sequence": w.best.seq_len if w.best else 0, "limit": w.limit,
-            "longest_step_seconds": w.best.seconds["step"] if w.best else None,
-            "seq_len": w.at.seq_len if w.at else None, "step_seconds": w.at.seconds["step"] if w.at else None,
-            "waits_for_link": w.link,
-        }
+        {**_reach(w), "limit": w.limit, "seq_len": w.at.seq_len if w.at else None, "waits_for_link": w.link}
         for w in question.ways(found.seq_len if best else None)
-    ]  # fmt: skip
+    ]
     made["works_with"] = [] if found.fits else [
         {
-            "what": one.what, "changes": one.changes, "gpus": one.machine.gpus, "nodes": one.machine.nodes,
-            "host_memory": one.machine.host_memory, "seq_len": at.seq_len, "step_seconds": at.seconds["step"],
+            "what": one.what, "changes": one.changes, "gpus": one.question.machine.gpus,
+            "nodes": one.question.machine.nodes, "host_memory": one.question.machine.host_memory,
+            "seq_len": at.seq_len, "step_seconds": at.seconds["step"],
         }
-        for one, at in question.remedies(found.seq_len if best else None)
+        for one in question.remedies(found.seq_len if best else None) if (at := one.at or one.best)
     ]  # fmt: skip
     made["options"] = not_default(run)
     return made
+
+
+def _reach(one: Variant) -> dict[str, Any]:
+    """How far a question with other settings reaches, and its steps: at that length, and at the one that was asked."""
+    return {
+        "what": one.what, "changes": one.changes, "longest_sequence": one.longest,
+        "longest_step_seconds": one.best.seconds["step"] if one.best else None,
+        "step_seconds": one.at.seconds["step"] if one.at else None,
+    }  # fmt: skip
 
 
 def speeds(question: Question, found: Prediction) -> dict[str, Any]:

@@ -15,17 +15,8 @@ from alstlib.hf.configs import find_config, overridden
 from alstlib.planner.fits import known_only
 from alstlib.planner.machine import Machine, machine_of, rates_known
 from alstlib.planner.model_shapes import Shape, read_shape
-from alstlib.planner.prediction import (
-    Prediction,
-    changed,
-    changes_of,
-    first_beyond,
-    loads_with,
-    longest,
-    nearest_that_fits,
-    predict,
-    settings,
-)
+from alstlib.planner.prediction import Prediction, first_beyond, longest, predict
+from alstlib.planner.question import Question, settings
 from alstlib.planner.rendering import as_text, table, verdict
 from alstlib.units import format_bytes, format_seconds
 
@@ -91,7 +82,7 @@ def why_not(run: RunConfig, nodes: int, gpus: int, host: int | None = None, gpu_
     if (over := first_beyond(found.sides, CERTAIN)) is None:
         if not found.loading.beyond(CERTAIN):
             return None
-        loads = loads_with(shape, run, machine)
+        loads = Question(shape, run, machine).loads_with()
         return f"{found.loading.why} (predicted); it can be loaded {loads}. force=True (--force) runs it all the same"
     where, needs, has = over
     what = "device_memory is" if run.limits.device_memory else "a GPU has"
@@ -100,9 +91,10 @@ def why_not(run: RunConfig, nodes: int, gpus: int, host: int | None = None, gpu_
         f"{found.seq_len:,} tokens would take {format_bytes(needs)} of {where} memory a rank, and {what} "
         f"{format_bytes(has)} (predicted, largest parts: {largest(found, where, machine)})"
     )
-    if near := nearest_that_fits(shape, run, machine, found.seq_len):
-        text += f"; it would fit with {' and '.join(near[0])}: {settings(changed(run, changes_of(near[0])))}"
-    elif best := longest(shape, run, machine):
+    question = Question(shape, run, machine)
+    if near := question.nearest(found.seq_len):
+        text += f"; it would fit with {near[0]}: {settings(near[1])}"
+    elif best := question.longest():
         text += f"; the longest that fits is {best.seq_len:,} tokens"
     return f"{text}. force=True (--force) runs it all the same"
 

@@ -15,8 +15,9 @@ from alstlib.planner import devices
 from alstlib.planner.gpus import label_bytes, rates_of, with_measured
 from alstlib.planner.machine import Machine, Overheads, machine_of
 from alstlib.planner.model_shapes import read_shape
-from alstlib.planner.prediction import Loading, advice, loading, loads_with, longest, nearest_that_fits, predict, states
+from alstlib.planner.prediction import Loading, loading, longest, predict, states
 from alstlib.planner.preflight import foretell, why_not
+from alstlib.planner.question import Question
 from alstlib.planner.step_time import attention_flops, exchange_bytes, linear_flops
 from alstlib.planner.streaming import least_chunk
 from alstlib.runs import results
@@ -177,7 +178,7 @@ def test_the_host_gives_up_outputs_before_inputs():
 def test_advice_helps_and_says_what_it_costs():
     plain = row_config("baseline", RunConfig(model={"name": EIGHT_B.name, "dtype": "bf16"}))
     now = longest(EIGHT_B, plain, EIGHT)
-    helps = advice(EIGHT_B, plain, EIGHT)
+    helps = Question(EIGHT_B, plain, EIGHT).advice()
     assert now is not None
     assert helps[0].what == "sequence parallelism over all GPUs"
     assert "tiled loss" in [h.what for h in helps]
@@ -191,10 +192,12 @@ def test_advice_helps_and_says_what_it_costs():
 def test_the_nearest_configuration_fits():
     plain = row_config("ulysses", RunConfig(model={"name": EIGHT_B.name, "dtype": "bf16"}))
     assert not predict(EIGHT_B, plain, EIGHT, 3_000_000).fits
-    found = nearest_that_fits(EIGHT_B, plain, EIGHT, 3_000_000)
+    question = Question(EIGHT_B, plain, EIGHT)
+    found = question.nearest(3_000_000)
     assert found is not None
-    assert predict(EIGHT_B, found[1], EIGHT, 3_000_000).fits
-    assert nearest_that_fits(EIGHT_B, plain, EIGHT, 10**10) is None
+    assert found[2].at(3_000_000).fits
+    assert found[2].run == plain.replace(**found[1])
+    assert question.nearest(10**10) is None
 
 
 def test_overheads_are_named_and_can_be_set():
@@ -358,7 +361,7 @@ def test_the_nearest_thing_that_loads_a_model_is_named():
     ):
         asked = run.replace(**options)
         assert loading(shape, asked, machine).beyond()
-        assert loads_with(shape, asked, machine) == near
+        assert Question(shape, asked, machine).loads_with() == near
     assert not loading(shape, run, replace(many, per_node=2)).beyond()
     assert loading(shape, run, replace(many, per_node=4)).beyond() == "host"
     assert loading(shape, run, replace(many, host_memory=166 * GIB)).beyond() == ""
