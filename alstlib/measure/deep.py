@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from alstlib.config import RunConfig
-from alstlib.measure.simulate import Simulated, decoder_layers, layer_of, roomy, run_model, simulate, whole_model
+from alstlib.measure.simulate import Simulated, decoder_layers, layer_of, roomy, run_model, whole_model
 from alstlib.measure.small import LAYERS
 from alstlib.options import Part
 from alstlib.sizing import page_rows, tile_for
@@ -33,14 +33,6 @@ SHORT = 1024
 PROBE = 512
 """Rows of a step that shows which tiles there are."""
 FARTHEST = 2**50
-
-
-def simulate_deep(run: RunConfig, ranks: int, device: str = "cuda", capability: int = 9) -> Simulated:
-    """`simulate` with only some of the layers run, and what the others add (`Deep`). A host budget is for all layers
-    together: with one, all are run."""
-    if run.options.host_memory is not None:
-        return simulate(run, ranks, device, capability=capability)
-    return Deep(run, ranks, device, capability).at(run.data.seq_len)
 
 
 def kinds_of_layers(layers: Sequence[nn.Module]) -> list[Any]:

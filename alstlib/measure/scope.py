@@ -63,12 +63,7 @@ def tag(out: Any, place: str) -> None:
     if isinstance(first, Tensor) and (node := first.grad_fn) is not None:
         for made in (node, *(before for before, _ in node.next_functions)):
             if made is not None:
-                _metadata(made).setdefault("place", place)
-
-
-def _metadata(node: Any) -> dict[str, str]:
-    """What may be written into a node, for whoever looks at it in backward."""
-    return node.metadata
+                made.metadata.setdefault("place", place)
 
 
 class Places:
@@ -122,7 +117,7 @@ class Places:
         if self.stack:
             return self.stack[-1]
         node = torch._C._current_autograd_node()
-        place = "" if node is None else _metadata(node).get("place", "")
+        place = "" if node is None else node.metadata.get("place", "")
         if not place:  # made by a layer itself while it was recomputed, between its modules
             return _LAYER.sub(r"\1", self._last)
         self._last = place

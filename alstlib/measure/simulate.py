@@ -63,7 +63,6 @@ class Simulated:
     """Sent by this rank for attention."""
     kernel: str = ""
     """Of attention (`backends.BACKENDS`)."""
-    notes: tuple[str, ...] = ()
     recurrences: tuple[StateLayer, ...] = ()
     """The sizes of layers with a state and heads."""
 
@@ -259,7 +258,7 @@ def step(run: RunConfig, model: Any, handle: alstlib.Handle, ctx: alstlib.SPCont
         alstlib.causal_lm_loss(model, batch).loss.backward()
     return Simulated(
         moments_of(ledger, start), handle.store.peak_nbytes, handle.wire_bytes - sent, handle.attention.backend_name,
-        tuple(handle.notes), tuple(handle.recurrences),
+        tuple(handle.recurrences),
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ import yaml
 
 from alstlib.config import Engine, Model, RunConfig, not_default, row_config
 from alstlib.planner import devices
-from alstlib.planner.gpus import GPUS, Rates, label_bytes, rates_of, with_measured
+from alstlib.planner.gpus import GPUS, Rates, label_bytes, rates_of
 from alstlib.planner.machine import Machine, Overheads, read_machine
 from alstlib.planner.model_shapes import Shape, read_shape
 from alstlib.planner.prediction import Prediction, with_degree
@@ -78,10 +78,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--host-memory", metavar="BYTES",
         help="the host memory of each node, such as 1.9TB or 1.9TiB (default: what clouds have with such GPUs)",
-    )  # fmt: skip
-    where.add_argument(
-        "--rates", type=Path, metavar="PATH",
-        help="a result.json of the spec gpu-kernels, whose measured attention speed replaces the table's",
     )  # fmt: skip
     each = {"context": "the CUDA context on each GPU", "nccl": "NCCL's buffers on each GPU",
             "process": "the process of each rank on the host"}  # fmt: skip
@@ -155,8 +151,8 @@ class Request:
 def read(args: argparse.Namespace) -> Request:
     """What the options describe."""
     measured = read_machine(args.machine) if args.machine else None
-    if measured and (args.gpu or args.rates):
-        raise ValueError("--machine brings measured rates: leave out --gpu and --rates")
+    if measured and args.gpu:
+        raise ValueError("--machine brings measured rates: leave out --gpu")
     wanted = parse_quantity(args.seq_len, "seq-len") if args.seq_len else None
     gpus, per_node = args.gpus, args.gpus_per_node
     if gpus is None:
@@ -169,12 +165,10 @@ def read(args: argparse.Namespace) -> Request:
     whole = {"options.chunk": None}  # row chunks are one of the ways that the answer compares with whole layers
     run = row_config(PRESETS[args.preset], base).replace(**{**whole, **fields_of(args.set, "--set")})
     names = [name for name in (args.gpu or "").split(",") if name.strip()]
-    every = gpus is None and not args.gpu_memory and not args.rates
+    every = gpus is None and not args.gpu_memory
     rates = [measured.rates] if measured else [rates_of(name) for name in names or (GPUS if every else ["H100"])]
-    if len(rates) > 1 and (args.gpu_memory or args.rates):
-        raise ValueError("--gpu-memory and --rates are those of one kind of GPU: name one with --gpu")
-    if args.rates:
-        rates = [with_measured(rates[0], args.rates)]
+    if len(rates) > 1 and args.gpu_memory:
+        raise ValueError("--gpu-memory is that of one kind of GPU: name one with --gpu")
     terms: dict[str, Any] = {
         n: parse_quantity(v, n) for n in ("context", "nccl", "process") if (v := getattr(args, n)) is not None
     }

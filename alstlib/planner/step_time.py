@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from alstlib.config import RunConfig
+from alstlib.linear.ways import way_of
 from alstlib.planner.activations import FLASH_2, Activations
 from alstlib.planner.fits import element_bytes
 from alstlib.planner.gpus import Rates
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import Recurrence, Shape
-from alstlib.planner.state_ways import RECURRENCE, added, passes_of
+from alstlib.planner.state_ways import RECURRENCE, passes_of, state_seconds
 
 
 def attention_flops(shape: Shape, seq_len: int, share: float = 1.0) -> float:
@@ -62,14 +63,18 @@ def states_seconds(
     of: Recurrence, run: RunConfig, machine: Machine, ranks: int, seq_len: int, forwards: float
 ) -> tuple[float, float]:
     """(exchange, computing) of all layers with a state in a step over one sample: a backward is twice a forward, and
-    `state_ways.added` says what the way over ranks adds. Each pass sends the last tokens of a slice or chunk too."""
+    `state_seconds` says what the way over ranks adds. Each pass sends the last tokens of a slice or chunk too."""
     rates, nodes, rows = machine.rates, ranks > machine.per_node, -(-seq_len // ranks)
-    _, passes = passes_of(run, rows)
-    pieces = -(-rows // min(rows, run.chunk or rows, run.block or rows))
+    passes, batch = passes_of(run, rows), run.data.batch_size
+    piece = min(rows, run.chunk or rows, run.block or rows)
+    pieces = -(-rows // piece)
     network = rates.network if nodes else rates.link
-    tails = (passes + 1.0) * (ranks - 1) * run.data.batch_size * element_bytes(run, "cuda") * of.tail / network
-    one = of.flops * seq_len * run.data.batch_size * (2 + forwards) / (RECURRENCE * rates.matmul) / ranks
-    sent, work = added(of.layer, run, ranks, rows, rates, nodes) if of.layer else (0.0, 0.0)
+    tails = (passes[1] + 1.0) * (ranks - 1) * batch * element_bytes(run, "cuda") * of.tail / network
+    one = of.flops * seq_len * batch * (2 + forwards) / (RECURRENCE * rates.matmul) / ranks
+    sent = work = 0.0
+    if of.layer:
+        way = way_of(run.options.linear_attention, of.layer.heads, ranks)
+        sent, work = state_seconds(of.layer, way, piece, ranks, batch=batch, passes=passes, rates=rates, nodes=nodes)
     return of.layers * pieces * (sent + tails), of.layers * (one + pieces * work)
 
 

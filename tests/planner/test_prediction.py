@@ -1,7 +1,6 @@
 """The planner: what it predicts against real runs, its answers against rules."""
 
 import itertools
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from alstlib.config import PAPER_ROWS, ROWS, RunConfig, row_config
 from alstlib.hf.models import flos
 from alstlib.options import Options
 from alstlib.planner import devices
-from alstlib.planner.gpus import label_bytes, rates_of, with_measured
+from alstlib.planner.gpus import label_bytes, rates_of
 from alstlib.planner.machine import Machine, Overheads, machine_of
 from alstlib.planner.model_shapes import read_shape
 from alstlib.planner.prediction import Loading, loading, longest, predict, states
@@ -274,16 +273,6 @@ def test_frozen_weights_have_no_gradients():
     full = predict(EIGHT_B, run, Machine(gpus=8, rates=replace(EIGHT.rates, link=1e6)), 1000)
     waits = [one.seconds["waiting for memory and network"] for one in (shared, full)]
     assert waits[0] / waits[1] == pytest.approx(2 / 3, rel=0.01)  # two gathers, and no reduction
-
-
-def test_measured_rates_take_the_tables_place(tmp_path):
-    kernels = {"cudnn": {"runs": True, "forward_tflops": 500.0, "backward_tflops": 400.0}}
-    (tmp_path / "result.json").write_text(json.dumps({"metrics": {"chosen": "cudnn", "kernels": kernels}}))
-    rates = with_measured(rates_of("H100"), tmp_path / "result.json")
-    assert (rates.attention_forward, rates.attention_backward) == (500e12, 400e12)
-    (tmp_path / "result.json").write_text("{}")
-    with pytest.raises(ValueError, match="has no measured kernel"):
-        with_measured(rates_of("H100"), tmp_path / "result.json")
 
 
 @pytest.mark.parametrize("ranks", [1, 4, 8, 16, 32, 12, 64])
