@@ -292,25 +292,22 @@ def machines(request: Request) -> int:
         say(f"looking at {rates.name}")
         answers.append(smallest(request, rates) if request.gpus is None else answer(request, rates, request.gpus))
     if request.args.json:
-        print(json.dumps(machines_as_json(request, answers), indent=2))
+        shape = request.shape
+        made: dict[str, Any] = {
+            "mode": "predicted", "preset": request.args.preset, "seq_len": request.seq_len,
+            "model": {"name": shape.name, "family": shape.family, "parameters": shape.parameters},
+            "machines": [
+                {
+                    "gpu": one.question.machine.rates.name, "gpus": one.question.machine.gpus,
+                    "nodes": one.question.machine.nodes, "understood": one.question.understood,
+                    "assumed": one.question.assumed, "changes": NEEDED[one.needs], **speeds(one.question, one.found),
+                }
+                for one in answers
+            ],
+        }  # fmt: skip
+        print(json.dumps(made, indent=2))
     else:
         most = MOST if request.gpus is None else None
         for shown in describe_machines(answers, request.seq_len, most):
             console().print(shown)
     return 0 if any(one.found.fits for one in answers) else 1
-
-
-def machines_as_json(request: Request, answers: Sequence[Answer]) -> dict[str, Any]:
-    """What programs read of several machines."""
-    return {
-        "mode": "predicted", "preset": request.args.preset, "seq_len": request.seq_len,
-        "model": {"name": request.shape.name, "family": request.shape.family, "parameters": request.shape.parameters},
-        "machines": [
-            {
-                "gpu": one.question.machine.rates.name, "gpus": one.question.machine.gpus,
-                "nodes": one.question.machine.nodes, "understood": one.question.understood,
-                "assumed": one.question.assumed, "changes": NEEDED[one.needs], **speeds(one.question, one.found),
-            }
-            for one in answers
-        ],
-    }  # fmt: skip
