@@ -60,10 +60,10 @@ def tag(out: Any, place: str) -> None:
     """Write a place into the nodes that made this, and into those before them that have none: functions of ours, which
     no mode sees."""
     first = next((o for o in out if isinstance(o, Tensor)), None) if isinstance(out, tuple | list) else out
-    if isinstance(first, Tensor) and (node := first.grad_fn) is not None:
-        for made in (node, *(before for before, _ in node.next_functions)):
-            if made is not None:
-                made.metadata.setdefault("place", place)
+    if isinstance(first, Tensor) and first.grad_fn is not None:
+        nodes: list[Any] = [first.grad_fn, *(before for before, _ in first.grad_fn.next_functions)]
+        for node in filter(None, nodes):
+            node.metadata.setdefault("place", place)
 
 
 class Places:
@@ -116,7 +116,7 @@ class Places:
     def now(self) -> str:
         if self.stack:
             return self.stack[-1]
-        node = torch._C._current_autograd_node()
+        node: Any = torch._C._current_autograd_node()
         place = "" if node is None else node.metadata.get("place", "")
         if not place:  # made by a layer itself while it was recomputed, between its modules
             return _LAYER.sub(r"\1", self._last)
