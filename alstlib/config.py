@@ -239,9 +239,9 @@ class RunConfig(Settings):
     search: Annotated[Search | None, BeforeValidator(_search)] = None
     """Search for the longest sequence that fits; None: train at `data.seq_len`. True: with the usual settings."""
     emulate: Natural = 0
-    """Run one rank of this many (`alstlib.measure.emulate`); 0: every rank is real."""
+    """Run one rank of this many (`papermill_runs/referee/emulate.py`); 0: every rank is real."""
     peers: Texts = ()
-    """The programs that `alstlib.measure.peers` compares (`alstlib/measure/baselines.py`)."""
+    """The programs that `papermill_runs/referee/peers.py` compares (`baselines.py` there)."""
     contrib: Contrib = Contrib()
 
     @model_validator(mode="after")

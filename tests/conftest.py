@@ -217,7 +217,7 @@ def unwritten_is_nan(request):
         yield
 
 
-SLOW = ("measure", "cuda", "device", "sweep", "faults", "slurm", "elsewhere", "test_lab.py", "test_site.py")
+SLOW = ("measure", "referee", "cuda", "device", "sweep", "faults", "slurm", "elsewhere", "test_lab.py", "test_site.py")
 """Folders and files of tests that `make test` leaves out: they simulate, measure, or drive other programs."""
 LAUNCH = (
     "test_launch.py",

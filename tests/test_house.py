@@ -30,19 +30,7 @@ README) and from those below."""
 
 UPWARD = {
     "The workers of `measure` run under torchrun as those of `train` do": (
-        "alstlib.measure.emulate -> alstlib.train.worker",
         "alstlib.measure.machine_rates -> alstlib.train.worker",
-        "alstlib.measure.peers -> alstlib.train.worker",
-        "alstlib.measure.same_gradients -> alstlib.train.worker",
-        "alstlib.measure.time_kernels -> alstlib.train.worker",
-        "alstlib.measure.time_kernels -> alstlib.runs.processes",
-        "alstlib.measure.time_layouts -> alstlib.train.worker",
-        "alstlib.measure.time_layouts -> alstlib.runs.progress",
-        "alstlib.measure.timeline -> alstlib.train.worker",
-    ),
-    "The stacks that are compared use the engine of our runs": (
-        "alstlib.measure.baselines -> alstlib.train.engine",
-        "alstlib.measure.baselines -> alstlib.train.operators",
     ),
     "Widgets predict while a slider moves": (
         "alstlib.figures.widgets -> alstlib.planner.machine",

@@ -13,7 +13,7 @@ from alstlib.units import format_bytes
 def step_memory(
     phases: Sequence[str], points: Sequence[Mapping[str, int]], title: str = "", order: Sequence[str] = ()
 ) -> Figure:
-    """Bytes by category over one training step (`profiles.memory_profile`), its phases and its peak written in.
+    """Bytes by category over one training step (`memory_profile` of the lessons), its phases and its peak written in.
 
     Args:
         order: categories from the bottom up; others follow.

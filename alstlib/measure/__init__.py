@@ -1,9 +1,8 @@
-"""Measure, simulate and emulate runs.
+"""Measure and simulate runs.
 
 In the order in which to read it: `simulate` drives the real code at full size with fake tensors (`fused_states` stands
-in for kernels, `scope` says what memory belongs to), `deep` does so with few layers of a deep model, `reference_stack`
-does so with the programs of the ALST paper; `answers` answers the planner with them. `emulate` is one rank of many on
-one GPU; `search` finds the longest sequence that fits; `peers` trains side by side with the `baselines`; `time_kernels`
-and `time_layouts` time attention. `verify` compares a `small` model of any architecture with plain transformers.
-`profiles` says what memory belongs to on a GPU.
+in for kernels, `scope` says what memory belongs to), `deep` does so with few layers of a deep model; `answers` answers
+the planner with them. `search` finds the longest sequence that fits; `machine_rates` is the worker of `alst check`.
+`verify` compares a `small` model of any architecture with plain transformers. Other workers, and other
+programs than ours, are in papermill_runs/referee/; what only lessons need is in notebooks/.
 """

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import sys
 from collections import Counter
@@ -19,10 +20,9 @@ from alstlib.config import Model, RunConfig
 from alstlib.hf.support import check_model
 from alstlib.linear.adapters import mixers_of
 from alstlib.measure.deep import PROBE, Deep
-from alstlib.measure.reference_stack import ReferenceStack
 from alstlib.measure.scope import ATTENTION, STATES, category
-from alstlib.measure.simulate import sizes_of, whole_model
-from alstlib.planner.fits import KERNEL, StepQuestion, part_of
+from alstlib.measure.simulate import whole_model
+from alstlib.planner.fits import KERNEL, REFERENCE, StepQuestion, part_of
 
 
 def answer(what: str, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,8 +36,25 @@ def answer(what: str, asked: Mapping[str, Any]) -> dict[str, Any]:
 def _deep(question: str) -> Deep:
     """A search asks about many lengths of one model, which is built once for all of them."""
     asked = StepQuestion.from_dict(json.loads(question))
-    stack = Deep if asked.preset == "ours" else ReferenceStack
-    return stack(asked.run, asked.ranks, asked.device, asked.capability)
+    return stack_of(asked.preset)(asked.run, asked.ranks, asked.device, asked.capability)
+
+
+def stack_of(preset: str) -> type[Deep]:
+    """What simulates a preset: our own stack, or that of the `paper`, which the repository has and the package not.
+
+    Raises:
+        ValueError: the package was installed without the repository.
+    """
+    if preset == "ours":
+        return Deep
+    if not REFERENCE.is_file():
+        raise ValueError(
+            f"preset '{preset}' simulates with {REFERENCE.name} in papermill_runs/referee/ of the repository, which is "
+            "not beside this package: plan from a clone of it, or use preset 'ours'"
+        )
+    if (folder := str(REFERENCE.parent)) not in sys.path:
+        sys.path.append(folder)
+    return importlib.import_module(REFERENCE.stem).ReferenceStack
 
 
 def span(question: str, rows: int) -> dict[str, Any]:
@@ -109,7 +126,7 @@ def count(name: str, overrides: Mapping[str, Any], trust: bool) -> dict[str, Any
     for path, m in model.named_modules():
         if isinstance(m, nn.Linear) and m.weight is not head:
             linear[path.rpartition(".")[2]] += m.in_features + m.out_features
-    sizes, mlp = sizes_of(model), getattr(config, "intermediate_size", 0)
+    mlp, sizes = getattr(config, "intermediate_size", 0), [p.numel() for p in model.parameters()]
     return {
         "family": config.model_type, "vocab": head.shape[0], "width": head.shape[1],
         "mlp": mlp if isinstance(mlp, int) else 0,
@@ -117,7 +134,8 @@ def count(name: str, overrides: Mapping[str, Any], trust: bool) -> dict[str, Any
         "head_dim": facts.kv_widths - facts.value_width, "value_dim": facts.value_width,
         "window": window if windowed else 0, "windowed": windowed,
         "softcap": getattr(config, "attn_logit_softcapping", None) is not None, "attending": len(facts.attending),
-        "parameters": sizes.parameters, "layer_parameters": sizes.layer, "largest_tensor": sizes.largest,
+        "parameters": sum(sizes), "largest_tensor": max(sizes),
+        "layer_parameters": max(sum(p.numel() for p in layer.parameters()) for layer in facts.layers),
         "mixing": round(mixing), "mlp_of_token": round(mlps), "linear": dict(linear),
         "recurrence": _recurrence(run, [mixers for layer in facts.layers if (mixers := mixers_of(layer))]),
     }  # fmt: skip

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from alstlib.config import RunConfig
-from alstlib.measure.simulate import Simulated, decoder_layers, roomy, run_model, simulate, sizes_of, whole_model
+from alstlib.measure.simulate import Simulated, decoder_layers, layer_of, roomy, run_model, whole_model
+from alstlib.measure.small import LAYERS
 from alstlib.options import Part
-from alstlib.planner.fits import KERNEL
 from alstlib.sizing import page_rows, tile_for
 from alstlib.tiled.compute import TileRule
 
@@ -33,16 +33,6 @@ SHORT = 1024
 PROBE = 512
 """Rows of a step that shows which tiles there are."""
 FARTHEST = 2**50
-DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-"""What configs call the number of layers."""
-
-
-def simulate_deep(run: RunConfig, ranks: int, device: str = "cuda", capability: int = 9) -> Simulated:
-    """`simulate` with only some of the layers run, and what the others add (`Deep`). A host budget is for all layers
-    together: with one, all are run."""
-    if run.options.host_memory is not None:
-        return simulate(run, ranks, device, capability=capability)
-    return Deep(run, ranks, device, capability).at(run.data.seq_len)
 
 
 def kinds_of_layers(layers: Sequence[nn.Module]) -> list[Any]:
@@ -115,15 +105,13 @@ class Deep:
             more[kind] = self.shallow([first, i, *rest], seq_len)
         moments: dict[str, dict[str, int]] = {}
         for key, base in few.moments.items():
-            before = _layer_of(key, len(self.layers))
+            before = layer_of(key, len(self.layers))
             here: Counter[str] = Counter(base)
             for kind, one in more.items():
                 count = sum(k == kind and i < before for i, k in self.left)
                 for name in {*base, *one.moments.get(key, {})} if count and key in one.moments else ():
                     here[name] += count * (one.moments[key].get(name, 0) - base.get(name, 0))
             moments[key] = {name: nbytes for name, nbytes in sorted(here.items()) if nbytes}
-        # of moments that take the same the first is in the last layer, where backward begins
-        place = max(moments, key=lambda key: (sum(moments[key].values()), _layer_of(key, 0)))
 
         def deeper(name: str) -> int:
             own = getattr(few, name)
@@ -131,12 +119,7 @@ class Deep:
                 (getattr(one, name) - own) * sum(k == kind for _, k in self.left) for kind, one in more.items()
             )
 
-        where, _, operation = place.partition("|")
-        return replace(
-            few, layers=len(self.layers), device_peak=sum(moments[place].values()), host_peak=deeper("host_peak"),
-            wire_bytes=deeper("wire_bytes"), categories=moments[place], peak_place=where.removesuffix(KERNEL),
-            peak_operation=operation, sizes=sizes_of(self.model), moments=moments,
-        )  # fmt: skip
+        return replace(few, moments=moments, host_peak=deeper("host_peak"), wire_bytes=deeper("wire_bytes"))
 
     @functools.cached_property
     def tiles(self) -> set[int]:
@@ -191,7 +174,7 @@ class Deep:
             return re.sub(r"(?<=\.)\d+", lambda at: str(which[int(at[0])]), place, count=1) + bar + operation
 
         moments = {named(key): at for key, at in found.moments.items()}
-        kept = {key: at for key, at in moments.items() if _layer_of(key, self.chosen[0]) in self.chosen}
+        kept = {key: at for key, at in moments.items() if layer_of(key, self.chosen[0]) in self.chosen}
         return replace(found, moments=kept)
 
     def _with(self, which: Sequence[int]) -> Any:
@@ -210,7 +193,7 @@ class Deep:
                 longer = name == "layer_types" and value is not None and len(value) > depth
                 if longer or (isinstance(value, list | tuple) and len(value) == depth):
                     setattr(config, name, [value[i] for i in which])
-                elif name in DEPTHS and value == depth:
+                elif name in LAYERS and value == depth:
                     setattr(config, name, len(which))
         for i, layer in enumerate(decoder_layers(model)):
             for m in layer.modules():
@@ -223,9 +206,3 @@ def _between(low: int, high: int) -> tuple[tuple[int, int], int, int]:
     """Two lengths from `low` on, and before `high`; the shorter ones are simulated faster."""
     part = min(low, (high - low) // 3)
     return (low + part // 2, low + part // 2 + part), low, high - 1
-
-
-def _layer_of(key: str, outside: int) -> int:
-    """The number of the layer that a moment is in."""
-    found = re.search(r"\.(\d+)", key.partition("|")[0])
-    return int(found[1]) if found else outside

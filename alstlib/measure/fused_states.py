@@ -85,12 +85,12 @@ class _GatedDeltaRule(torch.autograd.Function):
         if norm:
             rstd = some(q, q.numel() // q.shape[-1]), some(k, k.numel() // k.shape[-1])
             q, k = torch.empty_like(q), torch.empty_like(k)
-        made = _of_delta(k, v)
         wide = some(k, BLOCK * beta.numel())
         solved, g = some(k, BLOCK * beta.numel(), k.dtype), torch.empty_like(g, dtype=torch.float32)
         del wide
-        between = [some(k, n, k.dtype) for n in (made["keys"], made["values"], made["states"], made["values"])]
-        out, end = torch.empty_like(v), v.new_empty(_state_of_delta(k, v), dtype=torch.float32)
+        keys, values, states = _of_delta(k, v)
+        between = [some(k, n, k.dtype) for n in (keys, values, states, values)]
+        out, end = torch.empty_like(v), v.new_empty(v.shape[0], v.shape[2], k.shape[3], v.shape[3], dtype=torch.float32)
         del between
         ctx.save_for_backward(q, k, v, g, beta, solved, start, *rstd)
         ctx.norm = norm
@@ -99,15 +99,15 @@ class _GatedDeltaRule(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dend: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, g, beta, _, start, *_ = ctx.saved_tensors
-        dout, made = dout.contiguous(), _of_delta(k, v)
-        between = [some(k, n, k.dtype) for n in (made["keys"], made["values"], made["states"], made["values"])]
-        dv = some(k, made["values"], k.dtype)
+        dout, (keys, values, states) = dout.contiguous(), _of_delta(k, v)
+        between = [some(k, n, k.dtype) for n in (keys, values, states, values)]
+        dv = some(k, values, k.dtype)
         dstart = None if start is None else torch.empty_like(start, dtype=torch.float32)
-        between += [some(k, made["states"], k.dtype), dv, some(k, made["values"], k.dtype)]
+        between += [some(k, states, k.dtype), dv, some(k, values, k.dtype)]
         del dv
-        between += [some(k, made["keys"], k.dtype) for _ in "qkw"]
+        between += [some(k, keys, k.dtype) for _ in "qkw"]
         dg, dbeta = torch.empty_like(g), torch.empty_like(beta, dtype=torch.float32)
-        second, dv = some(k, made["keys"], k.dtype), torch.empty_like(v)
+        second, dv = some(k, keys, k.dtype), torch.empty_like(v)
         del second, between
         dq, dk = torch.empty_like(q), torch.empty_like(k)
         if ctx.norm:
@@ -115,17 +115,10 @@ class _GatedDeltaRule(torch.autograd.Function):
         return dq, dk, dv, dg, dbeta.to(beta.dtype), dstart, None
 
 
-def _state_of_delta(k: Tensor, v: Tensor) -> tuple[int, ...]:
-    return v.shape[0], v.shape[2], k.shape[3], v.shape[3]
-
-
-def _of_delta(k: Tensor, v: Tensor) -> dict[str, int]:
+def _of_delta(k: Tensor, v: Tensor) -> tuple[int, int, int]:
     """Numbers: of keys for each head of the state, of values, and of the states before each block."""
-    batch, rows, heads, width = v.shape
-    keys = k.shape[3]
-    return {
-        "keys": batch * rows * heads * keys, "values": v.numel(), "states": batch * rows * heads * keys * width // BLOCK
-    }  # fmt: skip
+    keys = v.numel() // v.shape[3] * k.shape[3]
+    return keys, v.numel(), keys * v.shape[3] // BLOCK
 
 
 def gated_delta_rule(
@@ -147,7 +140,7 @@ class _Mamba2(torch.autograd.Function):
         sums, steps = some(dt, dt.numel()), some(dt, dt.numel())
         states = _states_of_mamba2(x, B, chunk)
         wide = some(x, states)
-        passed, end = some(x, states, C.dtype), x.new_empty(*_state_of_mamba2(x, B), dtype=torch.float32)
+        passed, end = some(x, states, C.dtype), x.new_empty(x.shape[0], *x.shape[2:], B.shape[3], dtype=torch.float32)
         del wide
         products = some(x, _products(B, chunk))
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -174,10 +167,6 @@ class _Mamba2(torch.autograd.Function):
         ctx.out = None
         weights = [None if t is None else torch.empty_like(t) for t in (A, D, bias)]
         return dx, ddt, dB, dC, *weights, dstart, None
-
-
-def _state_of_mamba2(x: Tensor, B: Tensor) -> tuple[int, ...]:
-    return x.shape[0], x.shape[2], x.shape[3], B.shape[3]
 
 
 def _states_of_mamba2(x: Tensor, B: Tensor, chunk: int) -> int:

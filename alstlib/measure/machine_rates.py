@@ -16,6 +16,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from alstlib.config import RunConfig
+from alstlib.kernels.attention import attention_backward, attention_forward
 from alstlib.kernels.backends import choose_backend
-from alstlib.measure.time_kernels import time_kernel
+from alstlib.kernels.rule import Attended, Rule
 from alstlib.mesh import accelerator, gather_text
 from alstlib.offload.host_store import numa_node
 from alstlib.planner.model_shapes import read_shape
@@ -122,13 +124,16 @@ class Rates(Job):
         dim, shape = self.shape.head_dim, self.shape
         kv = max(1, shape.kv_heads // self.world)
         heads = kv * max(1, shape.heads // shape.kv_heads)
-        name, found = choose_backend("sdpa", self.device, self.dtype, dim).name, {}
+        backend, rule, found = choose_backend("sdpa", self.device, self.dtype, dim), Rule(dim**-0.5), {}
         for length in LENGTHS[self.kind]:
-            dist.barrier()
-            dtype = str(self.dtype).removeprefix("torch.")
-            made = time_kernel(name, str(self.device), dtype, heads, kv, dim, length, 3, None)
-            for way in ("forward", "backward"):
-                found[f"attention_{way}_{length}"] = made[f"{way}_tflops"] * 1e12
+            q, dout, k, v = (self._heads(n, length) for n in (heads, heads, kv, kv))
+            kept = Attended(q, k, v, *attention_forward(backend, q, k, v, rule=rule))
+            steps: dict[str, tuple[int, Callable[[], Any]]] = {
+                "forward": (2, partial(attention_forward, backend, q, k, v, rule=rule)),
+                "backward": (5, partial(attention_backward, backend, dout, kept, rule=rule)),
+            }
+            for way, (products, step) in steps.items():
+                found[f"attention_{way}_{length}"] = products * length**2 * dim * heads / self.seconds(step)
         last = LENGTHS[self.kind][-1]
         return {**found, **{f"attention_{way}": found[f"attention_{way}_{last}"] for way in ("forward", "backward")}}
 
@@ -207,6 +212,10 @@ class Rates(Job):
                     on.append(node.name.removeprefix("node"))
             cores = ",".join(on) or "-"
         return f"{'-' if gpu is None else gpu}/{cores}"
+
+    def _heads(self, heads: int, length: int) -> Tensor:
+        """[1, heads, S, D] as it comes out of an exchange: a view of [S, 1, heads, D]."""
+        return self._random(length, 1, heads, self.shape.head_dim).permute(1, 2, 0, 3)
 
     def _random(self, *sizes: int) -> Tensor:
         return torch.randn(*sizes, device=self.device, dtype=self.dtype)

@@ -60,15 +60,10 @@ def tag(out: Any, place: str) -> None:
     """Write a place into the nodes that made this, and into those before them that have none: functions of ours, which
     no mode sees."""
     first = next((o for o in out if isinstance(o, Tensor)), None) if isinstance(out, tuple | list) else out
-    if isinstance(first, Tensor) and (node := first.grad_fn) is not None:
-        for made in (node, *(before for before, _ in node.next_functions)):
-            if made is not None:
-                _metadata(made).setdefault("place", place)
-
-
-def _metadata(node: Any) -> dict[str, str]:
-    """What may be written into a node, for whoever looks at it in backward."""
-    return node.metadata
+    if isinstance(first, Tensor) and first.grad_fn is not None:
+        nodes: list[Any] = [first.grad_fn, *(before for before, _ in first.grad_fn.next_functions)]
+        for node in filter(None, nodes):
+            node.metadata.setdefault("place", place)
 
 
 class Places:
@@ -121,8 +116,8 @@ class Places:
     def now(self) -> str:
         if self.stack:
             return self.stack[-1]
-        node = torch._C._current_autograd_node()
-        place = "" if node is None else _metadata(node).get("place", "")
+        node: Any = torch._C._current_autograd_node()
+        place = "" if node is None else node.metadata.get("place", "")
         if not place:  # made by a layer itself while it was recomputed, between its modules
             return _LAYER.sub(r"\1", self._last)
         self._last = place

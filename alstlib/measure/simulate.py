@@ -10,10 +10,11 @@ kernels are those of the device that is simulated; workspaces that a GPU's kerne
 from __future__ import annotations
 
 import functools
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -33,8 +34,7 @@ from alstlib.measure.fused_states import fused_states
 from alstlib.measure.scope import CHECKPOINTS, EXCHANGE, ROOT, Places, category
 from alstlib.mesh import join_fake
 from alstlib.offload.ledger import Ledger, _CpuInstrument
-from alstlib.planner.fits import KERNEL, element_bytes, part_of
-from alstlib.planner.model_states import Sizes, States, model_states
+from alstlib.planner.fits import KERNEL
 from alstlib.sizing import kernels_as_on
 from alstlib.tiled import compute, logits
 from alstlib.tiled.compute import TileRule, as_on
@@ -43,52 +43,53 @@ PLENTY = 2**60
 """Host bytes where a run names none: what this machine has free says nothing about the one that is simulated."""
 
 
+def layer_of(moment: str, outside: int) -> int:
+    """The number of the layer that a moment is in."""
+    found = re.search(r"\.(\d+)", moment.partition("|")[0])
+    return int(found[1]) if found else outside
+
+
 @dataclass(frozen=True)
 class Simulated:
     """One rank's step. Bytes."""
 
-    seq_len: int
-    ranks: int
-    layers: int
-    device_peak: int
-    """Largest number of bytes alive over the weights, without gradients, which an engine takes as they come."""
-    host_peak: int
+    moments: Mapping[str, Mapping[str, int]]
+    """What is alive over the weights, by category (`scope`), where memory stops growing for a while: of each moment
+    (place, a bar, operation) the most. Gradients of weights are not there, which an engine takes as they come. An
+    engine's states or a kernel's workspace can make another one the largest."""
+    host_peak: int = 0
     """Of the checkpoints that wait on the host."""
-    wire_bytes: int
+    wire_bytes: int = 0
     """Sent by this rank for attention."""
-    categories: dict[str, int]
-    """What the device peak consists of (`scope`); the sum is `device_peak`."""
-    peak_place: str
-    """The module in whose forward, recompute or backward the device peak was reached."""
-    peak_operation: str
-    """The operation that reached it."""
-    run: RunConfig
-    sizes: Sizes
     kernel: str = ""
     """Of attention (`backends.BACKENDS`)."""
-    notes: tuple[str, ...] = ()
     recurrences: tuple[StateLayer, ...] = ()
     """The sizes of layers with a state and heads."""
-    moments: Mapping[str, Mapping[str, int]] = field(default_factory=dict, compare=False, repr=False)
-    """What is alive, by category, where memory stops growing for a while: of each place and operation the most. The
-    largest of them is the device peak; an engine's states or a kernel's workspace can make another one the largest."""
+
+    @functools.cached_property
+    def peak(self) -> str:
+        """The largest moment. Of some that take the same, that of the last layer, where backward begins."""
+        return max(self.moments, key=lambda moment: (sum(self.moments[moment].values()), layer_of(moment, 0)))
 
     @property
-    def states(self) -> States:
-        """Model states and ZeRO's buffers of a rank, by formula: of `run.world_size` ranks, at least those of the
-        sample."""
-        element = element_bytes(self.run, "cuda")
-        return model_states(self.run, self.sizes, max(self.ranks, self.run.engine.world_size), element)
+    def categories(self) -> Mapping[str, int]:
+        """What the device peak consists of."""
+        return self.moments[self.peak]
 
     @property
-    def device(self) -> dict[str, int]:
-        """Everything on the device at its peak, by category."""
-        return {**self.states.at(part_of(self.peak_place)), **self.categories}
+    def device_peak(self) -> int:
+        """The largest number of bytes alive."""
+        return sum(self.categories.values())
 
     @property
-    def host(self) -> dict[str, int]:
-        """Everything on the host, by category, but the process itself."""
-        return {**self.states.host, **({"checkpoints": self.host_peak} if self.host_peak else {})}
+    def peak_place(self) -> str:
+        """The module in whose forward, recompute or backward the device peak was reached."""
+        return self.peak.partition("|")[0].removesuffix(KERNEL)
+
+    @property
+    def peak_operation(self) -> str:
+        """The operation that reached it."""
+        return self.peak.partition("|")[2]
 
 
 @contextmanager
@@ -255,38 +256,16 @@ def step(run: RunConfig, model: Any, handle: alstlib.Handle, ctx: alstlib.SPCont
         watch(handle, places, ledger)
         start = ledger.device_bytes
         alstlib.causal_lm_loss(model, batch).loss.backward()
-    return of_step(
-        run, model, ctx, ledger, start, host_peak=handle.store.peak_nbytes, wire_bytes=handle.wire_bytes - sent,
-        kernel=handle.attention.backend_name, notes=tuple(handle.notes), recurrences=tuple(handle.recurrences),
-    )  # fmt: skip
-
-
-def of_step(
-    run: RunConfig, model: Any, ctx: alstlib.SPContext, ledger: Ledger, start: int, host_peak: int = 0,
-    wire_bytes: int = 0, **more: Any,
-) -> Simulated:  # fmt: skip
-    """What a ledger recorded of a step that began with so many bytes."""
-    recorder: Any = ledger._cpu
     return Simulated(
-        seq_len=run.data.seq_len // ctx.sp * ctx.sp, ranks=ctx.sp, layers=len(decoder_layers(model)),
-        device_peak=ledger.device_peak - start, host_peak=host_peak, wire_bytes=wire_bytes,
-        categories=_by_category(ledger.peak_places, start), peak_place=ledger.peak_place.removeprefix(f"{ROOT}."),
-        peak_operation=ledger.peak_operation, run=run, sizes=sizes_of(model),
-        moments={key.removeprefix(f"{ROOT}."): _by_category(at, start) for key, (_, at) in recorder.moments.items()},
-        **more,
+        moments_of(ledger, start), handle.store.peak_nbytes, handle.wire_bytes - sent, handle.attention.backend_name,
+        tuple(handle.recurrences),
     )  # fmt: skip
 
 
-def sizes_of(model: Any) -> Sizes:
-    """Elements of a model."""
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    parameters = sum(p.numel() for p in model.parameters())
-    return Sizes(
-        parameters=parameters, layer=max(sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(model)),
-        embedding=model.get_input_embeddings().weight.numel(),
-        largest=max(p.numel() for p in model.parameters()) if trained == parameters else 0,
-        trainable=None if trained == parameters else trained,
-    )  # fmt: skip
+def moments_of(ledger: Ledger, start: int) -> dict[str, dict[str, int]]:
+    """The moments that a ledger recorded of a step that began with so many bytes."""
+    recorder: Any = ledger._cpu
+    return {key.removeprefix(f"{ROOT}."): _by_category(at, start) for key, (_, at) in recorder.moments.items()}
 
 
 def _by_category(places: Mapping[str, int], start: int) -> dict[str, int]:

@@ -24,7 +24,11 @@ def named(value: Any, names: str) -> dict[str, Any]:
     return dict.fromkeys(names.split(), value)
 
 
-LAYERS = "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_decoder_layers depth"
+LAYERS = (
+    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers", "num_decoder_layers",
+    "depth",
+)  # fmt: skip
+"""What configs call the number of layers."""
 HEADS = "num_attention_heads n_head n_heads num_heads decoder_attention_heads attention_heads"
 WIDTHS = "hidden_size d_model n_embd emb_dim embedding_size word_embed_proj_dim embedding_dim lru_width"
 SIZES: dict[str, Any] = {
@@ -33,7 +37,7 @@ SIZES: dict[str, Any] = {
     **named(48, "feed_forward_size intermediate_size_mlp dense_intermediate_size mlp_dim"),
     **named(24, "moe_intermediate_size shared_expert_intermediate_size shared_experts_intermediate_size"),
     **named(24, "expert_ffn_hidden_size moe_shared_expert_intermediate_size shared_intermediate_size"),
-    **named(2, f"{LAYERS} num_encoder_layers"),
+    **dict.fromkeys([*LAYERS, "num_encoder_layers"], 2),
     **named(HEAD_WIDTH, "head_dim attention_head_size d_head dim_head kv_channels swa_head_dim global_head_dim d_kv"),
     **named(256, "max_position_embeddings n_positions n_ctx max_seq_len model_max_length context_length"),
     **named(256, "max_target_positions max_source_positions"),
@@ -77,7 +81,7 @@ def shrunk(
         return had.get(alias.get(name, name))
 
     fields: dict[str, Any] = {}
-    table = {**SIZES, **named(layers, LAYERS), **(_widths(value) if sizes is None else sizes)}
+    table = {**SIZES, **dict.fromkeys(LAYERS, layers), **(_widths(value) if sizes is None else sizes)}
     for name, most in table.items():
         if alias.get(name, name) in had and (unset or value(name) not in (None, False)):
             fields[alias.get(name, name)] = most if unset else _least(value(name), most)
@@ -104,7 +108,7 @@ def shrunk(
 
 
 def _depth(config: PreTrainedConfig) -> int:
-    found = (getattr(config, name, None) for name in LAYERS.split())
+    found = (getattr(config, name, None) for name in LAYERS)
     return next((n for n in found if isinstance(n, int)), 0)
 
 

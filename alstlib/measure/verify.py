@@ -10,7 +10,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, get_args
 from unittest import mock
 
 import torch
@@ -35,8 +35,7 @@ REFUSALS = (ValueError, NotImplementedError)
 EXACT = {torch.float32: (1e-6, 1e-5), torch.float64: (1e-9, 1e-9)}
 """Largest relative error of the loss and of a gradient. What is not exact in fp32 is judged again in fp64: some
 gradients are zero but for rounding (that of a key's bias), and rounding decides a router's close calls."""
-TILES: dict[Part, int] = {"mlp": 5, "norm": 6, "loss": 7}
-PIECES = {"chunk": 4, "block": 5}
+MOST = {"tiles.mlp": 5, "tiles.norm": 6, "tiles.loss": 7, "chunk": 4, "block": 5}
 """Tokens of tiles, chunks and blocks at most: shorter than a rank's slice, and odd."""
 
 Reference = tuple[float, dict[str, Tensor]]
@@ -253,19 +252,18 @@ def small_options(given: Mapping[str, Any]) -> tuple[alstlib.Options, int | None
     Raises:
         ValueError: no option, or one that is no proof of anything.
     """
-    rest = {n: v for n, v in given.items() if n != "block"}
-    options = alstlib.Options(**rest)
-    was: dict[str, Any] = {f"tiles.{part}": options.tile(part) for part in TILES}
-    was |= {"chunk": options.chunk, "block": given.get("block")}
-    most = {**{f"tiles.{part}": tile for part, tile in TILES.items()}, **PIECES}
-    now = {n: most[n] if v in (True, "auto") else min(v, most[n]) for n, v in was.items() if v}
-    small, block = {n: [was[n], v] for n, v in now.items()}, now.get("block")
+    block, parts = given.get("block"), get_args(Part)
+    options = alstlib.Options(**{n: v for n, v in given.items() if n != "block"})
     if block is not None and options.chunk is not None:
         raise ValueError(
             "--block (of the whole model) and --chunk (of each layer) exclude each other: give only one of them"
         )
-    tiles = {part: now.get(f"tiles.{part}", False) for part in TILES}
-    return options.replace(tiles=tiles, chunk=now.get("chunk")), block, small
+    was: dict[str, Any] = {f"tiles.{part}": options.tile(part) for part in parts}
+    was |= {"chunk": options.chunk, "block": block}
+    now = {n: MOST[n] if v in (True, "auto") else min(v, MOST[n]) for n, v in was.items() if v}
+    tiles = {part: now.get(f"tiles.{part}", False) for part in parts}
+    small = options.replace(tiles=tiles, chunk=now.get("chunk"))
+    return small, now.get("block"), {n: [was[n], v] for n, v in now.items()}
 
 
 def _differences(config: Any, small: Any) -> dict[str, list[Any]]:

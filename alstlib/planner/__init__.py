@@ -5,7 +5,7 @@ In the order in which to read it: `fits` draws lines through simulated steps of 
 (`alstlib.measure.answers`) and keeps them: of public models in fits.json. `model_shapes` has a model's sizes, and
 `machine` (with `gpus`, `devices`) what it is to run on; `activations` decides what a run keeps where (`streaming`) and
 finds the largest moment of a step. `model_states` is what ZeRO holds, `step_time` the seconds (`state_ways` those of
-layers with a state over ranks); `prediction` puts them together. `question` asks about a run on a machine, `ways`
-compares, `rendering` says the answer, `command` is `alst plan`, `preflight` asks about a run before it starts. What
-comes with the library and with its pages is written by the programs in papermill_runs/planner/.
+layers with a state over ranks); `prediction` puts them together. `question` asks about a run on a machine and
+about what would do better, `rendering` says the answer, `command` is `alst plan`, `preflight` asks about a run before
+it starts. What comes with the library and with its pages is written by the programs in papermill_runs/planner/.
 """

@@ -74,7 +74,11 @@ def activations(
     """
     run = run.for_width(shape.width)
     if run.block is not None and run.block * ranks < seq_len:
-        return _by_blocks(shape, run, ranks, seq_len, device, room, workspace, capability, free, held)
+        one = activations(
+            shape, run.replace(block=None, options={"on_host": "auto"}), ranks, run.block * ranks, device, room,
+            workspace, capability, held=held,
+        )  # fmt: skip
+        return _by_blocks(one, shape, run, ranks, seq_len, device, free, room, workspace and device == "cuda")
     element, rows = element_bytes(run, device), -(-seq_len // ranks) * run.data.batch_size
     chunk = min(rows, run.chunk or rows)
     row, output = rows * shape.width * element, output_bytes(shape, rows, element)
@@ -112,7 +116,7 @@ def reference_activations(
     shape: Shape, run: RunConfig, ranks: int, seq_len: int, held: Callable[[str], float] = lambda part: 0.0
 ) -> Activations:
     """The same of the reference stack (DeepSpeed's ALST with Liger's kernels and flash-attn 2, always checkpointed, in
-    bf16), which is simulated too (`measure.reference_stack`).
+    bf16), which is simulated too (`papermill_runs/referee/reference_stack.py`).
 
     Raises:
         ValueError: heads that the reference cannot share, or a decoder that it cannot run.
@@ -176,24 +180,19 @@ def _asked(
 
 
 def _by_blocks(
-    shape: Shape, run: RunConfig, ranks: int, seq_len: int, device: str, room: int | None, workspace: bool,
-    capability: int, free: int | None, held: Callable[[str], float],
+    one: Activations, shape: Shape, run: RunConfig, ranks: int, seq_len: int, device: str, free: int | None,
+    room: int | None, gpu: bool,
 ) -> Activations:  # fmt: skip
-    """A model that runs block by block: one block as a sample of its own, and pages of all layers' keys and values."""
+    """A model that runs block by block: `one` block is a sample of its own, beside pages of all layers' keys."""
     assert run.block is not None
-    length = run.block * ranks
-    one = activations(
-        shape, run.replace(block=None, options={"on_host": "auto"}), ranks, length, device, room, workspace, capability,
-        held=held,
-    )  # fmt: skip
-    element, heads = element_bytes(run, device), max(kv_needed(shape.heads, shape.kv_heads, ranks))
-    page = keys_and_values(length * run.data.batch_size, heads, shape.head_dim + shape.value_dim, element)
+    length, rows, element = run.block * ranks, run.block * run.data.batch_size, element_bytes(run, device)
+    heads = max(kv_needed(shape.heads, shape.kv_heads, ranks))
+    page = keys_and_values(rows * ranks, heads, shape.head_dim + shape.value_dim, element)
     blocks = -(-seq_len // length)
     pages = shape.attending * page * (blocks - 1)  # the last block's are never kept
-    rows = run.block * run.data.batch_size
     row, output = rows * shape.width * element, output_bytes(shape, rows, element)
     kv = kv_on_host(run, shape.layers, row, output, pages, free, room, pages=pages)
-    ahead = 5 / 3 if workspace and device == "cuda" else 0
+    ahead = 5 / 3 if gpu else 0
     taken = dict(one.device)
     taken["attention"] = taken.get("attention", 0) + (round(page * (1 + ahead)) if kv else pages)
     copied = one.copied * blocks

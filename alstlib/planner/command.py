@@ -16,13 +16,12 @@ import yaml
 
 from alstlib.config import Engine, Model, RunConfig, not_default, row_config
 from alstlib.planner import devices
-from alstlib.planner.gpus import GPUS, Rates, label_bytes, rates_of, with_measured
+from alstlib.planner.gpus import GPUS, Rates, label_bytes, rates_of
 from alstlib.planner.machine import Machine, Overheads, read_machine
 from alstlib.planner.model_shapes import Shape, read_shape
-from alstlib.planner.prediction import HELP, Prediction, with_degree
-from alstlib.planner.question import NEEDED, Answer, Question, trained_length
+from alstlib.planner.prediction import Prediction, with_degree
+from alstlib.planner.question import HELP, NEEDED, WAYS, Answer, Question, Variant, trained_length
 from alstlib.planner.rendering import describe, describe_machines, say
-from alstlib.planner.ways import WAYS
 from alstlib.tables import console
 from alstlib.units import GIB, parse_quantity
 
@@ -79,10 +78,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--host-memory", metavar="BYTES",
         help="the host memory of each node, such as 1.9TB or 1.9TiB (default: what clouds have with such GPUs)",
-    )  # fmt: skip
-    where.add_argument(
-        "--rates", type=Path, metavar="PATH",
-        help="the result.json of alstlib.measure.time_kernels, whose measured attention speed replaces the table's",
     )  # fmt: skip
     each = {"context": "the CUDA context on each GPU", "nccl": "NCCL's buffers on each GPU",
             "process": "the process of each rank on the host"}  # fmt: skip
@@ -156,8 +151,8 @@ class Request:
 def read(args: argparse.Namespace) -> Request:
     """What the options describe."""
     measured = read_machine(args.machine) if args.machine else None
-    if measured and (args.gpu or args.rates):
-        raise ValueError("--machine brings measured rates: leave out --gpu and --rates")
+    if measured and args.gpu:
+        raise ValueError("--machine brings measured rates: leave out --gpu")
     wanted = parse_quantity(args.seq_len, "seq-len") if args.seq_len else None
     gpus, per_node = args.gpus, args.gpus_per_node
     if gpus is None:
@@ -170,12 +165,10 @@ def read(args: argparse.Namespace) -> Request:
     whole = {"options.chunk": None}  # row chunks are one of the ways that the answer compares with whole layers
     run = row_config(PRESETS[args.preset], base).replace(**{**whole, **fields_of(args.set, "--set")})
     names = [name for name in (args.gpu or "").split(",") if name.strip()]
-    every = gpus is None and not args.gpu_memory and not args.rates
+    every = gpus is None and not args.gpu_memory
     rates = [measured.rates] if measured else [rates_of(name) for name in names or (GPUS if every else ["H100"])]
-    if len(rates) > 1 and (args.gpu_memory or args.rates):
-        raise ValueError("--gpu-memory and --rates are those of one kind of GPU: name one with --gpu")
-    if args.rates:
-        rates = [with_measured(rates[0], args.rates)]
+    if len(rates) > 1 and args.gpu_memory:
+        raise ValueError("--gpu-memory is that of one kind of GPU: name one with --gpu")
     terms: dict[str, Any] = {
         n: parse_quantity(v, n) for n in ("context", "nccl", "process") if (v := getattr(args, n)) is not None
     }
@@ -235,31 +228,30 @@ def as_json(question: Question, best: Prediction | None, found: Prediction | Non
     }  # fmt: skip
     made["limit"] = (question.beyond(best) if found.fits else found).reason
     made["loading"]["why"] = question.cannot_load()
-    made["help"] = [
-        {
-            "what": h.what, "changes": h.changes, "longest_sequence": h.longest,
-            "longest_step_seconds": h.then.seconds["step"], "step_seconds": h.seconds,
-        }
-        for h in question.advice()
-    ]  # fmt: skip
+    made["help"] = [_reach(one) for one in question.advice()]
     made["ways"] = [
-        {
-            "what": w.what, "changes": w.changes, "longest_sequence": w.best.seq_len if w.best else 0, "limit": w.limit,
-            "longest_step_seconds": w.best.seconds["step"] if w.best else None,
-            "seq_len": w.at.seq_len if w.at else None, "step_seconds": w.at.seconds["step"] if w.at else None,
-            "waits_for_link": w.link,
-        }
+        {**_reach(w), "limit": w.limit, "seq_len": w.at.seq_len if w.at else None, "waits_for_link": w.link}
         for w in question.ways(found.seq_len if best else None)
-    ]  # fmt: skip
+    ]
     made["works_with"] = [] if found.fits else [
         {
-            "what": one.what, "changes": one.changes, "gpus": one.machine.gpus, "nodes": one.machine.nodes,
-            "host_memory": one.machine.host_memory, "seq_len": at.seq_len, "step_seconds": at.seconds["step"],
+            "what": one.what, "changes": one.changes, "gpus": one.question.machine.gpus,
+            "nodes": one.question.machine.nodes, "host_memory": one.question.machine.host_memory,
+            "seq_len": at.seq_len, "step_seconds": at.seconds["step"],
         }
-        for one, at in question.remedies(found.seq_len if best else None)
+        for one in question.remedies(found.seq_len if best else None) if (at := one.at or one.best)
     ]  # fmt: skip
     made["options"] = not_default(run)
     return made
+
+
+def _reach(one: Variant) -> dict[str, Any]:
+    """How far a question with other settings reaches, and its steps: at that length, and at the one that was asked."""
+    return {
+        "what": one.what, "changes": one.changes, "longest_sequence": one.longest,
+        "longest_step_seconds": one.best.seconds["step"] if one.best else None,
+        "step_seconds": one.at.seconds["step"] if one.at else None,
+    }  # fmt: skip
 
 
 def speeds(question: Question, found: Prediction) -> dict[str, Any]:
@@ -300,25 +292,22 @@ def machines(request: Request) -> int:
         say(f"looking at {rates.name}")
         answers.append(smallest(request, rates) if request.gpus is None else answer(request, rates, request.gpus))
     if request.args.json:
-        print(json.dumps(machines_as_json(request, answers), indent=2))
+        shape = request.shape
+        made: dict[str, Any] = {
+            "mode": "predicted", "preset": request.args.preset, "seq_len": request.seq_len,
+            "model": {"name": shape.name, "family": shape.family, "parameters": shape.parameters},
+            "machines": [
+                {
+                    "gpu": one.question.machine.rates.name, "gpus": one.question.machine.gpus,
+                    "nodes": one.question.machine.nodes, "understood": one.question.understood,
+                    "assumed": one.question.assumed, "changes": NEEDED[one.needs], **speeds(one.question, one.found),
+                }
+                for one in answers
+            ],
+        }  # fmt: skip
+        print(json.dumps(made, indent=2))
     else:
         most = MOST if request.gpus is None else None
         for shown in describe_machines(answers, request.seq_len, most):
             console().print(shown)
     return 0 if any(one.found.fits for one in answers) else 1
-
-
-def machines_as_json(request: Request, answers: Sequence[Answer]) -> dict[str, Any]:
-    """What programs read of several machines."""
-    return {
-        "mode": "predicted", "preset": request.args.preset, "seq_len": request.seq_len,
-        "model": {"name": request.shape.name, "family": request.shape.family, "parameters": request.shape.parameters},
-        "machines": [
-            {
-                "gpu": one.question.machine.rates.name, "gpus": one.question.machine.gpus,
-                "nodes": one.question.machine.nodes, "understood": one.question.understood,
-                "assumed": one.question.assumed, "changes": NEEDED[one.needs], **speeds(one.question, one.found),
-            }
-            for one in answers
-        ],
-    }  # fmt: skip

@@ -11,14 +11,19 @@ import subprocess
 from pathlib import Path
 
 
+def _nvidia_smi(*arguments: str) -> str:
+    """What it prints; nothing where it fails or is not there."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = ["nvidia-smi", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+    return ""
+
+
 @functools.cache
 def _installed_gpus() -> int:
-    if not (smi := shutil.which("nvidia-smi")):  # a container may have GPUs without it
+    if not shutil.which("nvidia-smi"):  # a container may have GPUs without it
         return sum(os.access(node, os.R_OK | os.W_OK) for node in Path("/dev").glob("nvidia[0-9]*"))
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        listed = subprocess.run([smi, "-L"], capture_output=True, text=True, timeout=30, check=True).stdout
-        return sum(line.startswith("GPU ") for line in listed.splitlines())
-    return 0
+    return sum(line.startswith("GPU ") for line in _nvidia_smi("-L").splitlines())
 
 
 def device_count() -> int:
@@ -38,14 +43,11 @@ def device_count() -> int:
 
 def first_gpu() -> tuple[str, int | None]:
     """Name of the first GPU and its bytes."""
-    if not (smi := shutil.which("nvidia-smi")):
-        return "", None
-    query = [smi, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits", "-i", _first_visible()]
-    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
-        out = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
-        name, _, mebibytes = out.splitlines()[0].rpartition(",")
-        return name.strip(), int(mebibytes) * 2**20
-    return "", None
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
+    first = first if first.isdigit() else "0"
+    out = _nvidia_smi("--query-gpu=name,memory.total", "--format=csv,noheader,nounits", "-i", first)
+    name, _, mebibytes = out.partition("\n")[0].rpartition(",")
+    return (name.strip(), int(mebibytes) * 2**20) if mebibytes.strip().isdigit() else ("", None)
 
 
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -62,8 +64,3 @@ def pins_exactly() -> bool:
         major, minor = importlib.metadata.version("torch").split(".")[:2]
         return (int(major), int(minor)) >= (2, 13) and all(EXACT in settings for settings in given)
     return True
-
-
-def _first_visible() -> str:
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
-    return first if first.isdigit() else "0"

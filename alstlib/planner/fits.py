@@ -34,6 +34,8 @@ SIMULATOR = "alstlib.measure.answers"
 CACHE_VARIABLE = "ALST_CACHE"
 """Names another folder for what was simulated."""
 FILE = Path(__file__).with_name("fits.json")
+REFERENCE = Path(__file__).resolve().parents[2] / "papermill_runs/referee/reference_stack.py"
+"""Simulates the stack of the `paper`."""
 KERNEL = "#kernel"
 """Marks a moment within attention's backward."""
 
@@ -240,4 +242,6 @@ def sources() -> str:
     """What a simulation runs: the package's own code, and the versions of what it stands on."""
     own = sorted(Path(__file__).resolve().parents[1].rglob("*.py"))
     code = hashlib.sha256(b"".join(path.read_bytes() for path in own if path.parent.name not in ("runs", "train")))
+    if REFERENCE.is_file():
+        code.update(REFERENCE.read_bytes())
     return json.dumps([code.hexdigest(), versions()])

@@ -5,11 +5,9 @@ Rates are what kernels reach, not what data sheets promise. Attention rates coun
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from alstlib.options import check_names
@@ -80,7 +78,7 @@ GPUS: dict[str, Rates] = {
         _H100, name="GH200", usable=95.0 * GIB, host=297 * G, host_memory=120 * G, node_gpus=1, node_host=432 * GIB
     ),
 }  # fmt: skip
-"""None of these was measured here; `with_measured` takes your own.
+"""None of these was measured here; `measured_rates` has your own.
 
 H100 (SXM): attention of width 128, causal, in bf16, from the FlashAttention-3 paper's benchmarks (cuDNN, which SDPA
 reaches, and flash-attn 2); matrix products at two thirds of the 989 TFLOPS peak; NVLink 4; PCIe 5 x16 less protocol;
@@ -137,19 +135,6 @@ def rates_named(device: str) -> Rates | None:
     """Rates of a GPU by the name that its driver gives it (`NVIDIA A100-SXM4-40GB`); None where the table has none."""
     found = [name for name in GPUS if all(word in _plain(device) for word in name.lower().split("-"))]
     return GPUS[max(found, key=len)] if found else None
-
-
-def with_measured(rates: Rates, path: str | Path) -> Rates:
-    """These rates, with attention's from a result.json of `measure.time_kernels` that was measured on the machine."""
-    found = json.loads(Path(path).read_text())
-    metrics = found.get("metrics") or {}
-    best = (metrics.get("kernels") or {}).get(metrics.get("chosen"), {})
-    if "forward_tflops" not in best:
-        raise ValueError(f"{path} has no measured kernel; name a result.json of alstlib.measure.time_kernels")
-    return replace(
-        rates, name=f"{rates.name}, attention as measured", attention_forward=best["forward_tflops"] * T,
-        attention_backward=best["backward_tflops"] * T,
-    )  # fmt: skip
 
 
 def measured_rates(metrics: Mapping[str, Any]) -> Rates:

@@ -79,22 +79,14 @@ def machine_of(run: RunConfig, nodes: int, gpus: int, host: int | None = None, g
     """This machine and others like it, for a resolved run. `gpus` are those that it has; with none, ranks run on its
     CPU, and `device_memory` stands in for a device's. `host` and `gpu_free` are the bytes that the least free of the
     nodes has on its host and on a GPU; None: what this machine has."""
-    per_node = max(1, run.engine.world_size // nodes)
     memory, host = run.limits.device_memory, host_free() if host is None else host
+    ranks = run.engine.world_size
+    here = Machine(gpus=ranks, per_node=max(1, ranks // nodes), gpu_memory=memory, host_memory=host)
     if not gpus:
-        own = Overheads(process=CPU_PROCESS)
-        return Machine(
-            gpus=run.engine.world_size,
-            per_node=per_node,
-            gpu_memory=memory,
-            host_memory=host,
-            device="cpu",
-            overheads=own,
-        )
+        return replace(here, device="cpu", overheads=Overheads(process=CPU_PROCESS))
     name, found = devices.first_gpu()
-    rates = rates_named(name) or replace(rates_of("H100"), name=UNKNOWN)
     memory = memory or min((n for n in (found, gpu_free) if n), default=None)
-    return Machine(gpus=run.engine.world_size, per_node=per_node, gpu_memory=memory, host_memory=host, rates=rates)
+    return replace(here, gpu_memory=memory, rates=rates_named(name) or replace(rates_of("H100"), name=UNKNOWN))
 
 
 def read_machine(path: str | Path) -> Machine:

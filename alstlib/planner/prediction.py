@@ -8,13 +8,12 @@ What was simulated before is answered in milliseconds, without torch and transfo
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from alstlib.config import RunConfig, value_of
+from alstlib.config import RunConfig
 from alstlib.linear.ways import way_of
 from alstlib.planner.activations import Activations, activations, reference_activations, shared_by_reference
 from alstlib.planner.devices import pins_exactly
@@ -23,7 +22,7 @@ from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import Shape
 from alstlib.planner.model_states import ZERO_DEFAULT, Sizes, States, model_states
 from alstlib.planner.step_time import step_seconds
-from alstlib.units import GIB, format_bytes
+from alstlib.units import format_bytes
 
 HOST = "the first node's host"
 Side = tuple[str, int, int | None]
@@ -172,26 +171,6 @@ def loading(shape: Shape, run: RunConfig, machine: Machine) -> Loading:
     return Loading(sum(machine.overhead().values()) + part, machine.gpu_memory, host, machine.host_memory)
 
 
-def loads_with(shape: Shape, run: RunConfig, machine: Machine) -> str:
-    """The nearest thing with which a model can be loaded that cannot be so, as the end of a sentence."""
-    now, ranks = loading(shape, run, machine), machine.ranks_of_node
-    ways = [(f"with {what} ({settings(HELP[what])})", run.replace(**HELP[what]), machine) for what in SHARDED]
-    for gpus in (machine.gpus * 2**n for n in range(1, 11)):
-        ways.append((f"on {gpus:,} GPUs", run, replace(machine, gpus=gpus)))
-    for each in (ranks >> n for n in range(1, ranks.bit_length())):
-        fewer = replace(machine, per_node=each)
-        ways.append((f"on {fewer.nodes:,} nodes of {each} GPU{'s' if each > 1 else ''} each", run, fewer))
-    if near := next((what for what, other, on in ways if not loading(shape, other, on).beyond()), ""):
-        return near
-    needed = []
-    if now.beyond() == "device":
-        needed, now = [ways[1][0].removeprefix("with ")], loading(shape, ways[1][1], machine)
-    for side in now.sides:
-        if over := first_beyond([side]):
-            needed.append(f"{-(-over[1] // GIB):,} GiB on {'a device' if over[0] == 'device' else HOST}")
-    return f"with {' and '.join(needed)}"
-
-
 def predict(shape: Shape, run: RunConfig, machine: Machine, seq_len: int, preset: str = "ours") -> Prediction:
     """What a run of this length takes. The preset `paper` is the reference stack as the ALST paper ran it.
 
@@ -273,130 +252,6 @@ def longest(
     return predict(shape, run, machine, low, preset)
 
 
-_CHECKPOINTS = {"options.checkpoint": True}
-HELP: dict[str, dict[str, Any]] = {
-    "sequence parallelism over all GPUs": {"engine.sp": 0},
-    "tiled loss": {"options.tiles.loss": True},
-    "tiled MLP": {"options.tiles.mlp": True},
-    "tiled norms": {"options.tiles.norm": True},
-    "checkpoints": _CHECKPOINTS,
-    "checkpoints on the host": {**_CHECKPOINTS, "options.offload": True},
-    "layers in chunks of 16K tokens, placed automatically": {
-        **_CHECKPOINTS,
-        "options.chunk": 16_384,
-        "options.on_host": "auto",
-    },
-    "attention outputs not kept": {"options.save_attention": False},
-    "optimizer on the host": {"engine.offload_optimizer": True},
-    "optimizer on the devices": {"engine.offload_optimizer": False},
-    "ZeRO-3": {"engine.zero_stage": 3},
-    "weights on the host": {"engine.zero_stage": 3, "engine.offload_params": True},
-}
-"""Changes that save memory, as fields of RunConfig. `ways.WAYS` has the chunks with each place by itself."""
-SHARDED = ("ZeRO-3", "weights on the host")
-"""The entries of `HELP` with which a device holds less of the model while it is loaded."""
-
-
-@dataclass(frozen=True)
-class Help:
-    """One change, and what it would do."""
-
-    what: str
-    changes: dict[str, Any]
-    then: Prediction
-    """The longest sequence that fits with it."""
-    seconds: float
-    """Of a step at the longest that fits now (or, where nothing does, at the longest that then fits)."""
-
-    @property
-    def longest(self) -> int:
-        return self.then.seq_len
-
-
-def advice(shape: Shape, run: RunConfig, machine: Machine) -> list[Help]:
-    """Single changes that let longer sequences fit, the most helpful first."""
-    now = longest(shape, run, machine)
-    found = []
-    for what, changes in HELP.items():
-        chunked = "options.chunk" in changes and run.options.chunk is not None
-        if not changed(run, changes) or chunked or (changes.get("engine.sp") == 0 and run.engine.sp == machine.gpus):
-            continue
-        try:
-            other = run.replace(**changes)
-            then = longest(shape, other, machine)
-        except ValueError:  # options that exclude each other, or that `apply` refuses
-            continue
-        if then is not None and then.seq_len > 1.01 * (now.seq_len if now else 0):
-            at = predict(shape, other, machine, now.seq_len) if now else then
-            found.append(Help(what, changes, then, at.seconds["step"]))
-    return sorted(found, key=lambda h: -h.longest)
-
-
-def nearest_that_fits(
-    shape: Shape, run: RunConfig, machine: Machine, seq_len: int
-) -> tuple[list[str], RunConfig] | None:
-    """The fewest changes (three at most) after which this length fits, cheapest first; None where none do."""
-    seen, now = [], run
-    for _ in range(3):
-        options = []
-        for what, changes in HELP.items():
-            try:
-                other = now.replace(**changes)
-                found = predict(shape, other, machine, seq_len)
-            except ValueError:
-                continue
-            if other != now:
-                options.append((found.shortfall, found.device_peak, found.seconds["step"], what, other))
-        if not options:
-            return None
-        fitting = [o for o in options if not o[0]]
-        best = min(fitting, key=lambda o: o[2]) if fitting else min(options, key=lambda o: o[:2])
-        seen.append(best[3])
-        now = best[4]
-        if fitting:
-            return seen, now
-    return None
-
-
-@dataclass(frozen=True)
-class Remedy:
-    """Something else with which a length fits that does not fit now."""
-
-    what: str
-    changes: dict[str, Any]
-    """Of fields of the run."""
-    run: RunConfig
-    machine: Machine
-
-
-LORA: dict[str, Any] = {"model.lora": {"r": 16}}
-
-
-def remedies(shape: Shape, run: RunConfig, machine: Machine, seq_len: int) -> Iterator[Remedy]:
-    """The nearest things with which this length fits: other options, an adapter, more host memory, more nodes."""
-    if near := nearest_that_fits(shape, run, machine, seq_len):
-        yield Remedy(" and ".join(near[0]), changed(run, changes_of(near[0])), near[1], machine)
-    if run.model.lora is None:
-        adapter = run.replace(**LORA)
-        if predict(shape, adapter, machine, seq_len).fits:
-            yield Remedy("LoRA", LORA, adapter, machine)
-        elif near := nearest_that_fits(shape, adapter, machine, seq_len):
-            changes = LORA | changed(adapter, changes_of(near[0]))
-            yield Remedy(" and ".join(["LoRA", *near[0]]), changes, near[1], machine)
-    found, ranks = predict(shape, run, machine, seq_len), machine.ranks_of_node
-    host = -(-max(found.host_needed * ranks, found.loading.host) // GIB)
-    more = {f"{host:,} GiB of host memory on each node": replace(machine, host_memory=host * GIB)}
-    if machine.host_memory is None or host * GIB <= machine.host_memory:
-        more = {}
-    nodes = {
-        f"{n * machine.nodes} nodes": replace(machine, gpus=n * machine.gpus, per_node=ranks)
-        for n in (2, 4, 8, 16, 32, 64)
-    }
-    for others in (more, nodes):
-        fitting = (Remedy(what, {}, run, on) for what, on in others.items() if predict(shape, run, on, seq_len).fits)
-        yield from itertools.islice(fitting, 1)
-
-
 def with_degree(shape: Shape, run: RunConfig, machine: Machine, preset: str = "ours") -> RunConfig:
     """The run with its sequence parallel degree; where it names none, with the largest that its heads can be shared
     over and that divides the GPUs (0 where that is all of them): ours over any number of ranks."""
@@ -406,18 +261,3 @@ def with_degree(shape: Shape, run: RunConfig, machine: Machine, preset: str = "o
         if machine.gpus % ranks == 0 and (preset == "ours" or shared_by_reference(shape, ranks)):
             return run.replace(engine={"sp": 0 if ranks == machine.gpus else ranks})
     raise ValueError(f"model='{shape.name}' has no heads")
-
-
-def changed(run: RunConfig, changes: dict[str, Any]) -> dict[str, Any]:
-    """The changes that differ from the run's own fields."""
-    return {name: value for name, value in changes.items() if value_of(run, name) != value}
-
-
-def changes_of(helps: list[str]) -> dict[str, Any]:
-    """The fields that these entries of `HELP` change."""
-    return {name: value for what in helps for name, value in HELP[what].items()}
-
-
-def settings(changes: dict[str, Any]) -> str:
-    """`options.chunk=16384, options.offload=True`."""
-    return ", ".join(f"{name}={value}" for name, value in changes.items())

@@ -15,17 +15,8 @@ from alstlib.hf.configs import find_config, overridden
 from alstlib.planner.fits import known_only
 from alstlib.planner.machine import Machine, machine_of, rates_known
 from alstlib.planner.model_shapes import Shape, read_shape
-from alstlib.planner.prediction import (
-    Prediction,
-    changed,
-    changes_of,
-    first_beyond,
-    loads_with,
-    longest,
-    nearest_that_fits,
-    predict,
-    settings,
-)
+from alstlib.planner.prediction import Prediction, first_beyond, longest, predict
+from alstlib.planner.question import Question, settings
 from alstlib.planner.rendering import as_text, table, verdict
 from alstlib.units import format_bytes, format_seconds
 
@@ -80,18 +71,19 @@ def as_metrics(found: Prediction, machine: Machine) -> dict[str, Any]:
 def why_not(run: RunConfig, nodes: int, gpus: int, host: int | None = None, gpu_free: int | None = None) -> str | None:
     """Why a resolved run cannot fit this machine (`machine_of`), and what would; None where it may. Runs that search
     for a length, or that the planner does not know, are not judged."""
-    if run.search or run.emulate or run.peers:
+    if run.search:
         return None
     machine = machine_of(run, nodes, gpus, host, gpu_free)
     try:
         with _patience(run, machine):
-            shape, found = foretell(run, machine)
+            shape, found = _expected(run, machine)
     except (ValueError, KeyError):
         return None
+    question = Question(shape, run, machine)
     if (over := first_beyond(found.sides, CERTAIN)) is None:
         if not found.loading.beyond(CERTAIN):
             return None
-        loads = loads_with(shape, run, machine)
+        loads = question.loads_with()
         return f"{found.loading.why} (predicted); it can be loaded {loads}. force=True (--force) runs it all the same"
     where, needs, has = over
     what = "device_memory is" if run.limits.device_memory else "a GPU has"
@@ -100,15 +92,21 @@ def why_not(run: RunConfig, nodes: int, gpus: int, host: int | None = None, gpu_
         f"{found.seq_len:,} tokens would take {format_bytes(needs)} of {where} memory a rank, and {what} "
         f"{format_bytes(has)} (predicted, largest parts: {largest(found, where, machine)})"
     )
-    if near := nearest_that_fits(shape, run, machine, found.seq_len):
-        text += f"; it would fit with {' and '.join(near[0])}: {settings(changed(run, changes_of(near[0])))}"
-    elif best := longest(shape, run, machine):
+    if near := question.nearest(found.seq_len):
+        text += f"; it would fit with {near[0]}: {settings(near[1])}"
+    elif best := question.longest():
         text += f"; the longest that fits is {best.seq_len:,} tokens"
     return f"{text}. force=True (--force) runs it all the same"
 
 
 def _expected(run: RunConfig, machine: Machine) -> tuple[Shape, Prediction]:
-    """The prediction for a resolved run, that of a search at the length that it should find."""
+    """The prediction for a resolved run, that of a search at the length that it should find.
+
+    Raises:
+        ValueError: it is no training run, or the planner does not know its model.
+    """
+    if run.emulate or run.peers:
+        raise ValueError("it is not a training run")
     shape, found = foretell(run, machine)
     if run.search:
         best = longest(shape, run, machine, run.search.granule)
@@ -125,8 +123,6 @@ def limits(run: RunConfig, nodes: int, gpus: int) -> tuple[float, float]:
     machine = machine_of(run, nodes, gpus)
     least = HOUR if rates_known(machine) else DAY
     try:
-        if run.emulate or run.peers:
-            raise ValueError("no training run")
         with _patience(run, machine):
             shape, found = _expected(run, machine)
     except (ValueError, KeyError):
@@ -164,8 +160,6 @@ def step_limit(run: RunConfig, nodes: int, gpus: int, trains: bool = True) -> tu
 def outlook(run: RunConfig, gpus: int, nodes: int = 1) -> str:
     """What the planner says of a resolved run on this machine before it starts, in lines: whether it fits (of a search:
     the longest sequence), and a table of bytes of a rank and seconds of a step."""
-    if run.emulate or run.peers:
-        return "not predicted: it is not a training run"
     machine = machine_of(run, nodes, gpus)
     try:
         found = _expected(run, machine)[1]

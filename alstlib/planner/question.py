@@ -1,4 +1,5 @@
-"""A question to the planner: a model, a run and a machine, with the predictions that answer it. Without torch."""
+"""A question to the planner: a model, a run and a machine, with the predictions that answer it, and with the other
+settings and machines that would help. Without torch."""
 
 from __future__ import annotations
 
@@ -6,31 +7,76 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from alstlib.config import RunConfig
+from alstlib.config import RunConfig, value_of
 from alstlib.hf.configs import find_config, overridden
 from alstlib.hf.public_models import PUBLIC, TRAINED
 from alstlib.planner.fits import other_versions
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import Shape
-from alstlib.planner.prediction import (
-    HELP,
-    Help,
-    Prediction,
-    Remedy,
-    advice,
-    loads_with,
-    longest,
-    predict,
-    remedies,
-)
+from alstlib.planner.prediction import HOST, Loading, Prediction, first_beyond, loading, longest, predict
 from alstlib.planner.step_time import model_flops
-from alstlib.planner.ways import CHUNK, Way, compare
+from alstlib.planner.streaming import least_chunk
+from alstlib.units import GIB
 
 NOTE = (
     "layers with a state are planned with the memory of the fused kernels (flash-linear-attention, mamba-ssm, "
     "causal-conv1d), as their published source has it; no GPU has run it, and what a kernel takes for itself is not "
     "known. Without these packages transformers' PyTorch code runs, which is slower and takes more."
 )
+
+
+CHUNK = 16_384
+_LAYERS = {"options.chunk": CHUNK, "block": None}
+WAYS: dict[str, dict[str, Any]] = {
+    "layers whole": {"options.chunk": None, "options.on_host": "auto", "block": None},
+    "chunks, all on the device": {**_LAYERS, "options.on_host": "none"},
+    "hidden states on the host": {**_LAYERS, "options.on_host": "hidden"},
+    "keys and values too": {**_LAYERS, "options.on_host": "hidden+kv"},
+    "block by block": {"options.chunk": None, "options.on_host": "hidden+kv", "block": CHUNK},
+}
+"""As fields of RunConfig, beside tiles and checkpoints on the host."""
+SPARSE = "a choice of pages (not exact)"
+"""The way that a run with `sparse` asks for, which approximates attention."""
+
+
+_CHECKPOINTS = {"options.checkpoint": True}
+HELP: dict[str, dict[str, Any]] = {
+    "sequence parallelism over all GPUs": {"engine.sp": 0},
+    "tiled loss": {"options.tiles.loss": True},
+    "tiled MLP": {"options.tiles.mlp": True},
+    "tiled norms": {"options.tiles.norm": True},
+    "checkpoints": _CHECKPOINTS,
+    "checkpoints on the host": {**_CHECKPOINTS, "options.offload": True},
+    "layers in chunks of 16K tokens, placed automatically": {
+        **_CHECKPOINTS, "options.chunk": CHUNK, "options.on_host": "auto",
+    },
+    "attention outputs not kept": {"options.save_attention": False},
+    "optimizer on the host": {"engine.offload_optimizer": True},
+    "optimizer on the devices": {"engine.offload_optimizer": False},
+    "ZeRO-3": {"engine.zero_stage": 3},
+    "weights on the host": {"engine.zero_stage": 3, "engine.offload_params": True},
+}  # fmt: skip
+"""Changes that save memory, as fields of RunConfig. `WAYS` has the chunks with each place by itself."""
+SHARDED = ("ZeRO-3", "weights on the host")
+"""The entries of `HELP` with which a device holds less of the model while it is loaded."""
+
+
+LORA: dict[str, Any] = {"model.lora": {"r": 16}}
+CHUNKS = {"options.chunk": CHUNK}
+NEEDED: dict[str, dict[str, Any]] = {
+    "": {}, "chunks": CHUNKS, "chunks, weights on the host": {**CHUNKS, **HELP["weights on the host"]},
+}  # fmt: skip
+"""Settings that a machine may need to hold a length, from the fastest to those that take the least memory."""
+
+
+def changed(run: RunConfig, changes: dict[str, Any]) -> dict[str, Any]:
+    """The changes that differ from the run's own fields."""
+    return {name: value for name, value in changes.items() if value_of(run, name) != value}
+
+
+def settings(changes: dict[str, Any]) -> str:
+    """`options.chunk=16384, options.offload=True`."""
+    return ", ".join(f"{name}={value}" for name, value in changes.items())
 
 
 @dataclass(frozen=True)
@@ -40,8 +86,8 @@ class Question:
     shape: Shape
     run: RunConfig
     machine: Machine
-    preset: str
-    understood: dict[str, str]
+    preset: str = "ours"
+    understood: dict[str, str] = field(default_factory=dict)
     """Quantities as they were understood."""
     assumed: dict[str, str] = field(default_factory=dict)
     """What was not given, by the option that gives it."""
@@ -55,6 +101,11 @@ class Question:
     def shortest(self) -> int:
         return 8 * self.ranks
 
+    @property
+    def loading(self) -> Loading:
+        """What it takes to load the model. Of the reference's loading nothing is predicted."""
+        return loading(self.shape, self.run, self.machine) if self.preset == "ours" else Loading()
+
     def at(self, seq_len: int) -> Prediction:
         return predict(self.shape, self.run, self.machine, seq_len, self.preset)
 
@@ -65,27 +116,135 @@ class Question:
         """A length that is a little longer than the longest that fits."""
         return self.at(int(1.02 * best.seq_len) + self.shortest if best else self.shortest)
 
-    def advice(self) -> list[Help]:
-        """Of ours: the reference's options are those of its paper."""
-        return advice(self.shape, self.run, self.machine) if self.preset == "ours" else []
+    def with_changes(self, changes: dict[str, Any]) -> Question:
+        """The same question with other fields of the run."""
+        return replace(self, run=self.run.replace(**changes))
 
-    def ways(self, seq_len: int | None) -> list[Way]:
-        """Of ours."""
-        return compare(self.shape, self.run, self.machine, seq_len) if self.preset == "ours" else []
+    def on(self, **fields: Any) -> Question:
+        """The same question on a machine with other fields."""
+        return replace(self, machine=replace(self.machine, **fields))
 
-    def remedies(self, seq_len: int | None) -> Iterator[tuple[Remedy, Prediction]]:
-        """Of ours: what lets this length fit that does not, with its prediction; where no length fits (None), what lets
-        some fit, with that of the longest."""
+    def advice(self) -> list[Variant]:
+        """Single changes that let longer sequences fit, the most helpful first; each at the longest that fits now. Of
+        ours: the reference's options are those of its paper."""
         if self.preset != "ours":
-            return
-        for one in remedies(self.shape, self.run, self.machine, seq_len or self.shortest):
-            of = self.shape, one.run, one.machine
-            if found := predict(*of, seq_len) if seq_len else longest(*of):
-                yield one, found
+            return []
+        now, found = self.longest(), []
+        for what, changes in HELP.items():
+            chunked = "options.chunk" in changes and self.run.options.chunk is not None
+            over_all = changes.get("engine.sp") == 0 and self.run.engine.sp == self.machine.gpus
+            if not changed(self.run, changes) or chunked or over_all:
+                continue
+            try:
+                other = self.with_changes(changes)
+                best = other.longest()
+            except ValueError:  # options that exclude each other, or that `apply` refuses
+                continue
+            if best is not None and best.seq_len > 1.01 * (now.seq_len if now else 0):
+                found.append(Variant(what, changes, other, best, other.at(now.seq_len) if now else best))
+        return sorted(found, key=lambda one: -one.longest)
 
-    def on(self, remedy: Remedy) -> Question:
-        """The same question with the run and on the machine of a remedy."""
-        return replace(self, run=remedy.run, machine=remedy.machine)
+    def ways(self, seq_len: int | None = None) -> list[Variant]:
+        """Every way to run the model with the run's other options: how far it reaches, and what a step takes at
+        `seq_len` (by default the longest length that every way reaches that reaches any), where this fits. Of ours."""
+        if self.preset != "ours":
+            return []
+        ways, run = dict(WAYS), self.run
+        if run.contrib.sparse:
+            ways[SPARSE] = {**WAYS["keys and values too"], "contrib.sparse": run.contrib.sparse}
+        asked = run.options.chunk if run.options.chunk != "auto" else None
+        size = asked or run.block or max(CHUNK, least_chunk(self.shape, self.machine.rates, self.ranks))
+        tiles = {"options.tiles.loss": run.options.tile("loss") or True}
+        needed = {"options.checkpoint": True, "options.offload": True, "contrib.sparse": None, **tiles}
+        found = []
+        for what, changes in ways.items():
+            own = {name: size if value == CHUNK else value for name, value in changes.items()}
+            other = self.with_changes({**needed, **own})
+            found.append(Variant(what, own, other, other.longest()))
+        length = seq_len or min((one.longest for one in found if one.best), default=0)
+        at = [one.question.at(length) if one.best and length else None for one in found]
+        return [replace(one, at=here if here and here.fits else None) for one, here in zip(found, at)]
+
+    def remedies(self, seq_len: int | None) -> Iterator[Variant]:
+        """What lets this length fit that does not; where no length fits (None), what lets some fit. The nearest things
+        that do so: other options, an adapter, more host memory, more nodes. Of ours."""
+        for what, changes, other in self._remedies(seq_len or self.shortest) if self.preset == "ours" else ():
+            if seq_len:
+                yield Variant(what, changes, other, at=other.at(seq_len))
+            elif best := other.longest():
+                yield Variant(what, changes, other, best)
+
+    def _remedies(self, seq_len: int) -> Iterator[tuple[str, dict[str, Any], Question]]:
+        if near := self.nearest(seq_len):
+            yield near
+        if self.run.model.lora is None:
+            adapter = self.with_changes(LORA)
+            if adapter.at(seq_len).fits:
+                yield "LoRA", LORA, adapter
+            elif near := adapter.nearest(seq_len):
+                yield f"LoRA and {near[0]}", LORA | near[1], near[2]
+        found, now = self.at(seq_len), self.machine
+        host = -(-max(found.host_needed * now.ranks_of_node, found.loading.host) // GIB)
+        if now.host_memory is not None and host * GIB > now.host_memory:
+            more = self.on(host_memory=host * GIB)
+            if more.at(seq_len).fits:
+                yield f"{host:,} GiB of host memory on each node", {}, more
+        for n in (2, 4, 8, 16, 32, 64):
+            others = self.on(gpus=n * now.gpus, per_node=now.ranks_of_node)
+            if others.at(seq_len).fits:
+                yield f"{n * now.nodes} nodes", {}, others
+                return
+
+    def nearest(self, seq_len: int) -> tuple[str, dict[str, Any], Question] | None:
+        """The fewest changes (three at most) after which this length fits, cheapest first, with the question that has
+        them; None where none do."""
+        seen: list[str] = []
+        now = self
+        for _ in range(3):
+            options = []
+            for what, changes in HELP.items():
+                try:
+                    other = now.with_changes(changes)
+                    found = other.at(seq_len)
+                except ValueError:
+                    continue
+                if other != now:
+                    options.append((found.shortfall, found.device_peak, found.seconds["step"], what, other))
+            if not options:
+                return None
+            fitting = [o for o in options if not o[0]]
+            best = min(fitting, key=lambda o: o[2]) if fitting else min(options, key=lambda o: o[:2])
+            seen.append(best[3])
+            now = best[4]
+            if fitting:
+                changes = {name: value for what in seen for name, value in HELP[what].items()}
+                return " and ".join(seen), changed(self.run, changes), now
+        return None
+
+    def loads_with(self) -> str:
+        """The nearest thing with which a model can be loaded that cannot be so, as the end of a sentence."""
+        now, ranks = self.loading, self.machine.ranks_of_node
+        ways = [(f"with {what} ({settings(HELP[what])})", self.with_changes(HELP[what])) for what in SHARDED]
+        for gpus in (self.machine.gpus * 2**n for n in range(1, 11)):
+            ways.append((f"on {gpus:,} GPUs", self.on(gpus=gpus)))
+        for each in (ranks >> n for n in range(1, ranks.bit_length())):
+            fewer = self.on(per_node=each)
+            ways.append((f"on {fewer.machine.nodes:,} nodes of {each} GPU{'s' if each > 1 else ''} each", fewer))
+        if near := next((what for what, other in ways if not other.loading.beyond()), ""):
+            return near
+        needed = []
+        if now.beyond() == "device":
+            what, other = ways[1]
+            needed, now = [what.removeprefix("with ")], other.loading
+        for side in now.sides:
+            if over := first_beyond([side]):
+                needed.append(f"{-(-over[1] // GIB):,} GiB on {'a device' if over[0] == 'device' else HOST}")
+        return f"with {' and '.join(needed)}"
+
+    def cannot_load(self) -> str:
+        """Why the model cannot be loaded and the nearest thing that works, in a sentence; nothing where it can."""
+        why = self.loading.why
+        return why and f"{why[0].upper()}{why[1:]}; it can be loaded {self.loads_with()}."
 
     def tokens_per_second(self, found: Prediction) -> float:
         """Of each GPU."""
@@ -120,10 +279,34 @@ class Question:
             )
         return made
 
-    def cannot_load(self) -> str:
-        """Why the model cannot be loaded and the nearest thing that works, in a sentence; nothing where it can."""
-        why = self.at(self.shortest).loading.why
-        return why and f"{why[0].upper()}{why[1:]}; it can be loaded {loads_with(self.shape, self.run, self.machine)}."
+
+@dataclass(frozen=True)
+class Variant:
+    """A question with other settings or on another machine."""
+
+    what: str
+    changes: dict[str, Any]
+    """Of fields of the run."""
+    question: Question
+    best: Prediction | None = None
+    """The longest sequence that fits; None where none does, or where one length was asked about."""
+    at: Prediction | None = None
+    """At a length that was asked about."""
+
+    @property
+    def longest(self) -> int:
+        return self.best.seq_len if self.best else 0
+
+    @property
+    def limit(self) -> str:
+        """What stops a longer sequence: the device's memory or the host's."""
+        return self.question.beyond(self.best).reason if self.best else ""
+
+    @property
+    def link(self) -> bool:
+        """Does the link to the host hold a step up at that length?"""
+        found = self.at or self.best
+        return found is not None and found.seconds["waiting for memory and network"] > 0.02 * found.seconds["step"]
 
 
 def trained_length(run: RunConfig) -> int | None:
@@ -136,13 +319,6 @@ def trained_length(run: RunConfig) -> int | None:
     scaled = scaling.get("factor", 1) * scaling.get("original_max_position_embeddings", 0)
     length = config.get("max_position_embeddings") or config.get("n_positions") or TRAINED.get(public, 0)
     return int(max(length, scaled)) or None
-
-
-CHUNKS = {"options.chunk": CHUNK}
-NEEDED: dict[str, dict[str, Any]] = {
-    "": {}, "chunks": CHUNKS, "chunks, weights on the host": {**CHUNKS, **HELP["weights on the host"]},
-}  # fmt: skip
-"""Settings that a machine may need to hold a length, from the fastest to those that take the least memory."""
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,8 @@ from alstlib.planner import model_states
 from alstlib.planner.gpus import Rates
 from alstlib.planner.machine import Machine, rates_known
 from alstlib.planner.model_shapes import Shape
-from alstlib.planner.prediction import HELP, Help, Prediction, changed, settings
-from alstlib.planner.question import NEEDED, Answer, Question
-from alstlib.planner.ways import WAYS, Way
+from alstlib.planner.prediction import Prediction
+from alstlib.planner.question import HELP, NEEDED, WAYS, Answer, Question, Variant, changed, settings
 from alstlib.tables import listed
 from alstlib.units import GIB, format_bytes, format_seconds, format_tokens, printable
 
@@ -202,7 +201,7 @@ def describe(question: Question, best: Prediction | None, found: Prediction | No
         yield from describe_remedies(question, found, nothing=best is None)
     if ours and best is not None:
         say("looking at what would help", each * len(HELP))
-        yield from describe_help(question, best, question.advice())
+        yield from describe_help(question, best)
         say("comparing the ways to run the model", each * len(WAYS))
         yield from describe_ways(question.ways(found.seq_len))
     yield from (f"\nNote: {note}" for note in question.notes(found.seq_len))
@@ -217,26 +216,30 @@ def lacks(found: Prediction, machine: Machine) -> str:
     return f"{' and '.join(missing)} are missing" if missing else "the model cannot be loaded"
 
 
-def describe_help(question: Question, best: Prediction, helps: Sequence[Help]) -> Iterator[Any]:
+def describe_help(question: Question, best: Prediction) -> Iterator[Any]:
     """Single changes, the longest sequence with each, and what each changes at the length that fits now."""
-    if not helps:
-        return
     head = ["longest", "its step", f"at {format_tokens(best.seq_len)}", "with"]
-    yield "\nWhat would help:\n"
-    yield listed(head, [
-        (f"{h.longest:,}", format_seconds(h.then.seconds["step"]), f"{h.seconds / best.seconds['step'] - 1:+.0%}",
-         f"{h.what} ({settings(changed(question.run, h.changes))})")
-        for h in helps[:5]
-    ], head[:3])  # fmt: skip
+    rows = []
+    for one in question.advice()[:5]:
+        more = f"{one.at.seconds['step'] / best.seconds['step'] - 1:+.0%}" if one.at else ""
+        rows.append((*_reach(one.best), more, f"{one.what} ({settings(changed(question.run, one.changes))})"))
+    if rows:
+        yield "\nWhat would help:\n"
+        yield listed(head, rows, head[:3])
+
+
+def _reach(found: Prediction | None) -> tuple[str, str]:
+    """A length, and how long its step takes."""
+    return (f"{found.seq_len:,}", format_seconds(found.seconds["step"])) if found else ("none", "")
 
 
 def describe_remedies(question: Question, found: Prediction, nothing: bool) -> Iterator[Any]:
     """What works where the asked length does not fit, or `nothing` does."""
     rows = []
-    for remedy, at in question.remedies(None if nothing else found.seq_len):
-        changes = f" ({settings(remedy.changes)})" if remedy.changes else ""
-        speed = question.on(remedy).tokens_per_second(at)
-        rows.append((f"{at.seq_len:,}", format_seconds(at.seconds["step"]), f"{speed:,.0f}", remedy.what + changes))
+    for one in question.remedies(None if nothing else found.seq_len):
+        if at := one.at or one.best:
+            changes = f" ({settings(one.changes)})" if one.changes else ""
+            rows.append((*_reach(at), f"{one.question.tokens_per_second(at):,.0f}", one.what + changes))
     if rows:
         head = ["longest" if nothing else "tokens", "its step", "tokens/s/GPU", "with"]
         yield "\nWhat works:\n"
@@ -250,22 +253,21 @@ def describe_remedies(question: Question, found: Prediction, nothing: bool) -> I
         yield "QLoRA (LoRA on weights in 4 bits) takes less memory still. It runs, but is not planned."
 
 
-def describe_ways(ways: Sequence[Way]) -> Iterator[Any]:
+def describe_ways(ways: Sequence[Variant]) -> Iterator[Any]:
     """How far each way of running the model reaches, and which is fastest where several do."""
-    reached = [w.best.seq_len for w in ways if w.best is not None]
-    timed = [w.at.seconds["step"] for w in ways if w.at is not None]
-    if not reached:
+    farthest = max((w.longest for w in ways), default=0)
+    fastest = min((w.at.seconds["step"] for w in ways if w.at), default=0.0)
+    if not farthest:
         return
     rows = []
     for w in ways:
         changes = settings({n: v for n, v in w.changes.items() if v not in (None, "auto")})
-        marks = ["the longest"] * (w.best is not None and w.best.seq_len == max(reached))
+        marks = ["the longest"] * (w.longest == farthest)
         if w.at is not None:
-            marks += ["the fastest"] * (w.at.seconds["step"] == min(timed)) + ["slowed by copies to the host"] * w.link
+            marks += ["the fastest"] * (w.at.seconds["step"] == fastest) + ["slowed by copies to the host"] * w.link
         what = w.what + (f" ({changes})" if changes else "") + "".join(f", {mark}" for mark in marks)
-        best = (f"{w.best.seq_len:,}", format_seconds(w.best.seconds["step"])) if w.best else ("none", "")
-        limit = limit_in_short(w.beyond) if w.beyond else ""
-        rows.append((*best, limit, format_seconds(w.at.seconds["step"]) if w.at else "", what))
+        limit = limit_in_short(w.question.beyond(w.best)) if w.best else ""
+        rows.append((*_reach(w.best), limit, _reach(w.at)[1], what))
     length = next((w.at.seq_len for w in ways if w.at is not None), 0)
     head = ["longest", "its step", "limit", f"at {format_tokens(length)}" if length else "", "way"]
     yield "\nWays to run the model:\n"

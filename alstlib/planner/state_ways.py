@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 
 from alstlib.config import RunConfig
-from alstlib.linear.ways import StateLayer, way_of
+from alstlib.linear.ways import StateLayer
 from alstlib.planner.gpus import Rates, rates_of
 
 RECURRENCE = 0.1
@@ -64,15 +64,3 @@ def _most_sent(layer: StateLayer, ranks: int, forwards: int) -> int:
     """Bytes for each token of the rank that sends most in a step by heads. It depends on no length, and is asked for
     every length that a plan tries: at 64 ranks an answer takes 20 ms."""
     return max(forwards * layer.there(ranks, r) + layer.back(ranks, r) for r in range(ranks))
-
-
-def added(layer: StateLayer, run: RunConfig, ranks: int, rows: int, rates: Rates, nodes: bool) -> tuple[float, float]:
-    """`state_seconds` of the way that a run takes, for a layer in a chunk, or in a block, or in a step.
-
-    Args:
-        rows: of the sequence, on each rank.
-    """
-    passes = passes_of(run, rows)
-    rows = min(rows, run.block or rows, run.chunk or rows)
-    way = way_of(run.options.linear_attention, layer.heads, ranks)
-    return state_seconds(layer, way, rows, ranks, batch=run.data.batch_size, passes=passes, rates=rates, nodes=nodes)

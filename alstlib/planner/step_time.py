@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from alstlib.config import RunConfig
+from alstlib.linear.ways import way_of
 from alstlib.planner.activations import FLASH_2, Activations
 from alstlib.planner.fits import element_bytes
 from alstlib.planner.gpus import Rates
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import Recurrence, Shape
-from alstlib.planner.state_ways import RECURRENCE, added, passes_of
+from alstlib.planner.state_ways import RECURRENCE, passes_of, state_seconds
 
 
 def attention_flops(shape: Shape, seq_len: int, share: float = 1.0) -> float:
@@ -35,7 +35,7 @@ def model_flops(shape: Shape, run: RunConfig, seq_len: int) -> float:
     """Of one optimizer step over one sample on each replica: forwards and backwards of the causal half, and nothing
     that is computed twice. An MFU compares them with the GPU's peak."""
     states = 0.0 if shape.recurrence is None else shape.recurrence.layers * shape.recurrence.flops * seq_len
-    linear = sum(linear_flops(shape, seq_len).values()) * (1 + _backwards(run))
+    linear = sum(linear_flops(shape, seq_len).values()) * (1 + products_of_backward(run))
     samples = run.data.batch_size * run.optim.accumulation
     return samples * (linear + 3 * (attention_flops(shape, seq_len) + states))
 
@@ -63,14 +63,18 @@ def states_seconds(
     of: Recurrence, run: RunConfig, machine: Machine, ranks: int, seq_len: int, forwards: float
 ) -> tuple[float, float]:
     """(exchange, computing) of all layers with a state in a step over one sample: a backward is twice a forward, and
-    `state_ways.added` says what the way over ranks adds. Each pass sends the last tokens of a slice or chunk too."""
+    `state_seconds` says what the way over ranks adds. Each pass sends the last tokens of a slice or chunk too."""
     rates, nodes, rows = machine.rates, ranks > machine.per_node, -(-seq_len // ranks)
-    _, passes = passes_of(run, rows)
-    pieces = -(-rows // min(rows, run.chunk or rows, run.block or rows))
+    passes, batch = passes_of(run, rows), run.data.batch_size
+    piece = min(rows, run.chunk or rows, run.block or rows)
+    pieces = -(-rows // piece)
     network = rates.network if nodes else rates.link
-    tails = (passes + 1.0) * (ranks - 1) * run.data.batch_size * element_bytes(run, "cuda") * of.tail / network
-    one = of.flops * seq_len * run.data.batch_size * (2 + forwards) / (RECURRENCE * rates.matmul) / ranks
-    sent, work = added(of.layer, run, ranks, rows, rates, nodes) if of.layer else (0.0, 0.0)
+    tails = (passes[1] + 1.0) * (ranks - 1) * batch * element_bytes(run, "cuda") * of.tail / network
+    one = of.flops * seq_len * batch * (2 + forwards) / (RECURRENCE * rates.matmul) / ranks
+    sent = work = 0.0
+    if of.layer:
+        way = way_of(run.options.linear_attention, of.layer.heads, ranks)
+        sent, work = state_seconds(of.layer, way, piece, ranks, batch=batch, passes=passes, rates=rates, nodes=nodes)
     return of.layers * pieces * (sent + tails), of.layers * (one + pieces * work)
 
 
@@ -87,15 +91,18 @@ def step_seconds(
     """
     element, rates = element_bytes(run, "cuda"), machine.rates
     again = 1.0 if run.options.checkpoint else 0.0
-    forward, backward = _attention_rates(shape, found, rates)
+    forward, backward = attention_rates(shape, found, rates)
     linear = linear_flops(shape, seq_len * run.data.batch_size)
     attention = attention_flops(shape, seq_len, found.attention_share) * run.data.batch_size
-    first = _before_blocks(run, ranks, seq_len)  # forward without a graph
-    once = 1 + _backwards(run)
-    remade, kept = _made_again(shape, found), found.attention_kept
+    blocks = -(-seq_len // (run.block * ranks)) if run.block else 1
+    first = float(blocks > 1)  # a forward of each block without a graph
+    once = 1 + products_of_backward(run)
+    keys_again = float(run.chunk is not None)  # keys and values are made again before backward
+    tiles_again = float(preset == "paper" and bool(run.options.tile("mlp")))  # its tiles run again in backward
+    remade, kept = made_again(shape, found), found.attention_kept
     passes = {
-        "projections": once + again + remade + first + _chunk_again(run),
-        "mlp": once + again + remade + first + _thrice(run, preset), "head": once + first,
+        "projections": once + again + remade + first + keys_again,
+        "mlp": once + again + remade + first + tiles_again, "head": once + first,
     }  # fmt: skip
     matmul = sum(linear[name] * times for name, times in passes.items()) / rates.matmul / ranks
     core = attention * ((1 + (again + remade) * (1 - kept) + first) / forward + 2.5 / backward) / ranks
@@ -106,27 +113,17 @@ def step_seconds(
     if shape.recurrence is not None:
         sent, recurrence = states_seconds(shape.recurrence, run, machine, ranks, seq_len, 1 + again + remade + first)
         exchange, core = exchange + sent, core + recurrence
-    zero = _zero_seconds(shape, run, machine, remade) * (
-        -(-seq_len // (run.block * ranks)) if run.block and first else 1
-    )
-    offload = found.copied / rates.host
-    shard = _trained(shape, run) / (machine.gpus if run.engine.zero_stage else 1)
-    optimizer = (
-        ADAM_BYTES
-        * shard
-        / (rates.host_memory if run.engine.offload_optimizer and run.engine.zero_stage else DEVICE_MEMORY)
-    )
-    computing = (matmul + core) * run.optim.accumulation
-    waited = max(0.0, zero - computing)
-    if run.options.offload == "sync":
-        waited += offload * run.optim.accumulation
-    elif run.options.offload:
-        waited += max(0.0, offload * run.optim.accumulation - computing)
-    step = computing + exchange * run.optim.accumulation + waited + optimizer
-    return {
-        "step": step, "matrix products": matmul * run.optim.accumulation, "attention": core * run.optim.accumulation,
-        "exchange": exchange * run.optim.accumulation, "waiting for memory and network": waited, "optimizer": optimizer,
-    }  # fmt: skip
+    times = run.optim.accumulation
+    made = {"matrix products": matmul * times, "attention": core * times, "exchange": exchange * times}
+    computing, offload = (matmul + core) * times, found.copied / rates.host * times
+    waited = max(0.0, zero_seconds(shape, run, machine, remade) * blocks - computing)
+    if run.options.offload:
+        waited += offload if run.options.offload == "sync" else max(0.0, offload - computing)
+    shard = trained(shape, run) / (machine.gpus if run.engine.zero_stage else 1)
+    away = run.engine.offload_optimizer and run.engine.zero_stage
+    made["waiting for memory and network"] = waited
+    made["optimizer"] = ADAM_BYTES * shard / (rates.host_memory if away else DEVICE_MEMORY)
+    return {"step": sum(made.values()), **made}
 
 
 BLOCKWISE = 64
@@ -134,7 +131,8 @@ BLOCKWISE = 64
 products and functions of a block pass through the device's memory in fp32."""
 
 
-def _attention_rates(shape: Shape, found: Activations, rates: Rates) -> tuple[float, float]:
+def attention_rates(shape: Shape, found: Activations, rates: Rates) -> tuple[float, float]:
+    """FLOPs a second of the kernel that was found: of its forward, and of its backward."""
     flash2 = found.kernel in FLASH_2
     forward = rates.flash2_forward if flash2 else rates.attention_forward
     backward = rates.flash2_backward if flash2 else rates.attention_backward
@@ -144,38 +142,28 @@ def _attention_rates(shape: Shape, found: Activations, rates: Rates) -> tuple[fl
     return forward, backward
 
 
-def _before_blocks(run: RunConfig, ranks: int, seq_len: int) -> float:
-    return 1.0 if run.block is not None and run.block * ranks < seq_len else 0.0
-
-
-def _made_again(shape: Shape, found: Activations) -> float:
+def made_again(shape: Shape, found: Activations) -> float:
     """Share of the layers whose input is not kept: a forward of the layer before makes it for backward."""
     return 1 - -(-shape.layers // found.inputs_kept_every) / shape.layers
 
 
-def _backwards(run: RunConfig) -> float:
+def products_of_backward(run: RunConfig) -> float:
     """Matrix products of a backward, compared with a forward: of inputs' gradients, and of trained weights'."""
     return 2.0 if run.model.lora is None else 1.0
 
 
-def _trained(shape: Shape, run: RunConfig) -> int:
+def trained(shape: Shape, run: RunConfig) -> int:
+    """Parameters that are trained."""
     return shape.parameters if run.model.lora is None else shape.adapter_parameters(run.model.lora)
 
 
-def _chunk_again(run: RunConfig) -> float:
-    return 1.0 if run.chunk is not None else 0.0  # keys and values are made again before backward
-
-
-def _thrice(run: RunConfig, preset: str) -> float:
-    return 1.0 if preset == "paper" and run.options.tile("mlp") else 0.0  # its tiles run again in backward
-
-
-def _zero_seconds(shape: Shape, run: RunConfig, machine: Machine, remade: float) -> float:
+def zero_seconds(shape: Shape, run: RunConfig, machine: Machine, remade: float) -> float:
+    """Of ZeRO's gathering and reducing in a step, where layers run forward `remade` times more to make inputs."""
     rates, world = machine.rates, machine.gpus
     share = rates.link if world <= machine.per_node else rates.network
     gathers, reduces = {3: (2 + remade, 1), 2: (0, 1), 1: (0, 2), 0: (0, 2)}[run.engine.zero_stage]
     element = element_bytes(run, "cuda")
-    moved = gathers * shape.parameters + reduces * _trained(shape, run)
+    moved = gathers * shape.parameters + reduces * trained(shape, run)
     zero = moved * element * (world - 1) / world / share * run.optim.accumulation
     return max(zero, 2 * shape.parameters * element / world / rates.host) if run.engine.offload_params else zero
 
@@ -184,90 +172,3 @@ ADAM_BYTES = 28
 """That AdamW reads and writes for each weight in fp32: it, its gradient and two moments."""
 DEVICE_MEMORY = 3e12
 """Bytes a second of a GPU's own memory."""
-
-COMPUTE, EXCHANGE, COPIES, STATES = "computing", "exchange", "copies to and from the host", "weights and gradients"
-"""Lanes of `layer_spans`."""
-
-
-@dataclass(frozen=True)
-class Span:
-    """Something that one rank does for a layer, seconds after the layer's pass began."""
-
-    lane: str
-    what: str
-    start: float
-    seconds: float
-
-    @property
-    def end(self) -> float:
-        return self.start + self.seconds
-
-
-def layer_spans(
-    shape: Shape, run: RunConfig, machine: Machine, ranks: int, seq_len: int, found: Activations, preset: str = "ours"
-) -> dict[str, list[Span]]:
-    """The parts of `step_seconds` for one of many layers, in `forward` and in `backward` (with its recompute, and where
-    one input in k is kept with the layer's share of the forwards that make the others).
-
-    Computing and the exchange take turns. Copies to the host, and ZeRO's traffic, begin with the pass and run beside
-    it: what has not ended with the computing is waited for. The layer's attention output is kept if most layers' are.
-    With `offload="sync"` copies come first, and computing waits.
-    """
-    kept, rates = round(found.attention_kept) if run.options.checkpoint else 0, machine.rates
-    linear = linear_flops(shape, seq_len * run.data.batch_size)
-    per_layer = rates.matmul * ranks * shape.layers
-    projections, mlp = linear["projections"] / per_layer, linear["mlp"] / per_layer
-    query, kv = shape.heads, max(shape.kv_heads, ranks)  # in what is sent
-    into = shape.heads + 2 * shape.kv_heads  # in projections: queries, keys, values; then the output's
-    first, last = projections * into / (into + shape.heads), projections * shape.heads / (into + shape.heads)
-    forward, backward = _attention_rates(shape, found, rates)
-    core = attention_flops(shape, seq_len, found.attention_share) * run.data.batch_size / ranks / shape.layers
-    one_pass = exchange_bytes(shape, ranks, seq_len * run.data.batch_size, element_bytes(run, "cuda"), 1, 0) / 2
-    network = rates.link if ranks <= machine.per_node else rates.network
-    unit = one_pass / (2 * query + 2 * kv) / network / shape.layers
-    row_sums = 4 / (shape.head_dim * element_bytes(run, "cuda")) * query
-
-    there = [
-        (COMPUTE, "queries, keys, values", first), (EXCHANGE, "to heads", unit * (query + 2 * kv)),
-        (COMPUTE, "attention", core / forward), (EXCHANGE, "to rows", unit * query),
-        (COMPUTE, "output projection", last), (COMPUTE, "MLP", mlp),
-    ]  # fmt: skip
-    back: list[tuple[str, str, float]] = []
-    if run.options.checkpoint and kept:
-        back = [(COMPUTE, "projections again", projections), (COMPUTE, "MLP again", mlp)]
-    elif run.options.checkpoint:
-        back = [(lane, f"{what} again" if lane == COMPUTE else what, seconds) for lane, what, seconds in there]
-    remade = _made_again(shape, found)
-    back = [
-        (lane, f"{what} for an input" if lane == COMPUTE else what, seconds * remade) for lane, what, seconds in back
-    ] + back
-    sent = query + kept * (query + 2 * kv + row_sums)  # outputs' gradients; and what kept outputs did not need again
-    times = _backwards(run)
-    back += [
-        (COMPUTE, "keys, values again", projections * _chunk_again(run)),
-        (COMPUTE, "MLP's tiles again", mlp * _thrice(run, preset)),
-        (COMPUTE, "MLP, backward", times * mlp), (COMPUTE, "output projection, backward", times * last),
-        (EXCHANGE, "to heads", unit * sent), (COMPUTE, "attention, backward", 2.5 * core / backward),
-        (EXCHANGE, "to rows", unit * (query + 2 * kv)), (COMPUTE, "queries, keys, values, backward", times * first),
-    ]  # fmt: skip
-    copy = found.copied / 2 / shape.layers / rates.host
-    of_layer = shape.layer_parameters / shape.parameters / run.optim.accumulation
-    states = _zero_seconds(shape, run, machine, remade) * of_layer
-    gathers = 2 + remade + _trained(shape, run) / shape.parameters  # forward gathers once, backward gathers and reduces
-    gathered = states / gathers if run.engine.zero_stage == 3 else 0.0
-    beside = {
-        "forward": [(COPIES, "kept for backward", copy), (STATES, "gather", gathered)],
-        "backward": [(COPIES, "brought back", copy), (STATES, "gather, reduce", states - gathered)],
-    }
-    wait = copy if run.options.offload == "sync" else 0.0
-    return {
-        name: [*_in_turn(spans, wait), *(Span(lane, what, 0.0, s) for lane, what, s in beside[name] if s)]
-        for name, spans in (("forward", there), ("backward", back))
-    }
-
-
-def _in_turn(spans: list[tuple[str, str, float]], start: float) -> Iterator[Span]:
-    for lane, what, seconds in spans:
-        if seconds:
-            yield Span(lane, what, start, seconds)
-            start += seconds

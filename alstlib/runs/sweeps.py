@@ -109,7 +109,7 @@ def load_spec(
     path = Path(os.path.realpath(path))  # Path.resolve fails on a link that leads back to itself
     given = _read(path)
     name = given.name or path.stem
-    notebook, root = _locate(given.notebook, path)
+    notebook, root = _locate("notebook", given.notebook, path)
     home = root if path.is_relative_to(root) else launch.default_home()
     folder = Path(out).resolve() if out else home / OUT / name
     ran: Json = {"gpus": devices.device_count(), "nodes": nodes, "changes": changes or {}}
@@ -128,9 +128,12 @@ def load_spec(
         config = row_config(row, base) if row in ROWS else base.replace(row=row)
         config = config.replace(**fields).replace(**ran["changes"])
         rows[row] = launch.resolve(config, launch.node_count(config, ran["nodes"]), ran["gpus"])
+    parameters = dict(given.parameters or {})
+    if str(worker := parameters.get("worker", "")).endswith(".py"):
+        parameters["worker"] = str(_locate("worker", worker, path)[0])
     return Spec(
-        name=name, path=path, home=home, notebook=notebook, parameters=given.parameters or {}, rows=rows,
-        report=_locate(given.report, path)[0] if given.report else None, out=folder, nodes=ran["nodes"],
+        name=name, path=path, home=home, notebook=notebook, parameters=parameters, rows=rows,
+        report=_locate("report", given.report, path)[0] if given.report else None, out=folder, nodes=ran["nodes"],
         changes=ran["changes"],
     )  # fmt: skip
 
@@ -154,15 +157,15 @@ def _for_device(fields: Json, device: str) -> Json:
     return merged(plain, fields.get(device) or {})
 
 
-def _locate(name: str, spec: Path) -> tuple[Path, Path]:
-    """A notebook named by a spec, relative to the spec's folder, one above it or the clone of this package; and that
+def _locate(what: str, name: str, spec: Path) -> tuple[Path, Path]:
+    """A file named by a spec, relative to the spec's folder, one above it or the clone of this package; and that
     folder."""
     clone = Path(__file__).resolve().parents[2]
     for folder in (*spec.parents, clone):
         if (folder / name).is_file():
             return folder / name, folder
     raise ValueError(
-        f"notebook={name!r} of {spec} was found neither in a folder above the spec nor in {clone}; give its whole path"
+        f"{what}={name!r} of {spec} was found neither in a folder above the spec nor in {clone}; give its whole path"
     )
 
 

@@ -89,6 +89,7 @@ class Attempt:
     """The run's configuration, resolved."""
     out: str
     worker: str
+    """What every rank runs: a module, or the path of a file that ends in `.py`."""
     nodes: int = 1
     head: str = "127.0.0.1"
     """Address on which the head's agent listens."""
@@ -121,7 +122,8 @@ class Attempt:
         meets = ["--nnodes", str(self.nodes), "--rdzv-endpoint", f"{self.head}:{self.port}", "--rdzv-id", self.id]
         ranks = ["--rdzv-conf", f"rank={node}", "--nproc-per-node", str(self.ranks), "--max-restarts", "0"]
         files = ["--log-dir", str(self.logs(node)), "--redirects", "3"]
-        run = ["-m", self.worker, "--config", config or str(Path(self.out, "config.json")), "--out", self.out]
+        worker = [self.worker] if self.worker.endswith(".py") else ["-m", self.worker]
+        run = [*worker, "--config", config or str(Path(self.out, "config.json")), "--out", self.out]
         return [*meets, *ranks, *files, *run]
 
     def command(self, launcher: Sequence[str] = ()) -> list[str]:

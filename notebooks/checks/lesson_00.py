@@ -3,10 +3,10 @@
 from collections.abc import Callable
 
 import torch
+from step_profiles import memory_profile
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from alstlib.config import RunConfig
-from alstlib.measure.profiles import memory_profile
 from alstlib.planner.model_shapes import read_shape
 from alstlib.planner.model_states import GRADIENTS, OPTIMIZER, WEIGHTS, Sizes, model_states
 from alstlib.units import format_bytes

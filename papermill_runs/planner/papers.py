@@ -1,8 +1,8 @@
 """What papers state, compared with what the planner predicts for their programs.
 
-Nothing is fitted to these rows: the steps are simulated (`measure.reference_stack`), buckets are DeepSpeed's defaults,
-the rest are the named terms of `machine.Overheads`. Where a prediction is off by more than 10%, `WHY` says what may be
-behind it, as far as is known.
+Nothing is fitted to these rows: the steps are simulated (`referee/reference_stack.py`), buckets are DeepSpeed's
+defaults, the rest are the named terms of `machine.Overheads`. Where a prediction is off by more than 10%, `WHY` says
+what may be behind it, as far as is known.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from alstlib.planner.gpus import label_bytes, rates_of
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import read_shape
 from alstlib.planner.prediction import longest, predict
+from alstlib.planner.question import CHUNK, SPARSE, Question
 from alstlib.planner.step_time import model_flops
-from alstlib.planner.ways import CHUNK, SPARSE, compare
 from alstlib.units import GIB, format_seconds, format_tokens
 
 FILE = Path("papermill_runs/results/planner/papers.json")
@@ -121,7 +121,7 @@ than the nearest that is here."""
 
 
 def streaming() -> list[dict[str, Any]]:
-    """Lengths of papers that keep keys and values on the host, and what our ways reach on their machines (`ways`).
+    """Lengths of papers that keep keys and values on the host, and what our ways reach on their machines.
 
     FPDT, Table 1, where 1 TB of host memory on each node of 4 is assumed, and the longest of every way of ours; SeCOv2,
     Table 1: Qwen2.5-7B on one GPU of 96 GB, where a choice of 16 pages is planned too.
@@ -145,7 +145,7 @@ def ours(whose: str, name: str, stated: int, on: Machine, **changes: Any) -> dic
     """What every way of ours reaches on the machine of a stated length, and the step of this length."""
     base = RunConfig(model=Model(name=name, dtype="bf16"), engine=Engine(sp=0))
     run = row_config("ours", base).replace(**{"options.chunk": None, **changes})
-    found = compare(read_shape(name, run.model.config), run, on, stated)
+    found = Question(read_shape(name, run.model.config), run, on).ways(stated)
     best = max(
         (w for w in found if w.best and w.what != SPARSE), key=lambda w: w.best.seq_len if w.best else 0, default=None
     )

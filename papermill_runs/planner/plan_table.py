@@ -16,7 +16,7 @@ from typing import Any
 from alstlib.config import Data, Model, RunConfig, not_default
 from alstlib.hf.configs import find_config
 from alstlib.hf.public_models import PUBLIC
-from alstlib.measure.deep import DEPTHS
+from alstlib.measure import small
 from alstlib.measure.simulate import simulate
 from alstlib.options import Options
 from alstlib.planner.activations import activations
@@ -30,8 +30,8 @@ LAYERS = 6
 def shallow(name: str, layers: int = LAYERS) -> dict[str, Any]:
     """Fields of the config with which a model has so many layers, with each kind of them as far as they have some."""
     config = find_config(name)
-    depth = next(config[field] for field in DEPTHS if field in config)
-    made: dict[str, Any] = {field: layers for field in DEPTHS if field in config}
+    depth = next(config[field] for field in small.LAYERS if field in config)
+    made: dict[str, Any] = {field: layers for field in small.LAYERS if field in config}
     for field, value in config.items():
         if isinstance(value, list) and len(value) == depth:
             kinds = list(dict.fromkeys(map(str, value)))

@@ -24,9 +24,8 @@ from alstlib.hf.public_models import PUBLIC
 from alstlib.planner import fits
 from alstlib.planner.command import add_arguments, read
 from alstlib.planner.gpus import GPUS, Rates
-from alstlib.planner.question import Question, trained_length
+from alstlib.planner.question import CHUNK, WAYS, Question, trained_length
 from alstlib.planner.rendering import lacks, limit_in_short
-from alstlib.planner.ways import CHUNK, WAYS
 from alstlib.units import GIB, format_seconds
 
 FILE = Path("papermill_runs/results/planner/what_fits.json")

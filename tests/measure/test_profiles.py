@@ -3,10 +3,10 @@
 import pytest
 import torch
 from cases import make_model
+from step_profiles import PHASES, memory_profile, time_profile
 
 import alstlib
 from alstlib.figures import step_plots
-from alstlib.measure.profiles import PHASES, memory_profile, time_profile
 from alstlib.offload.ledger import Ledger
 from alstlib.planner.model_states import GRADIENTS, OPTIMIZER, WEIGHTS
 

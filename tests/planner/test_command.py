@@ -368,7 +368,6 @@ def test_terms_can_be_set(capsys):
         (["--gpus", "0"], "the GPUs of this machine, and it has none"),
         (["--fragmentation", "2"], "a share of at least 0 and below 1"),
         (["--set", "engine.sp=3"], "sp=3 does not divide 8 GPUs"),
-        (["--rates", "nowhere.json"], "nowhere.json"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(args, says, capsys, monkeypatch):

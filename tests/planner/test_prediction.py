@@ -1,7 +1,6 @@
 """The planner: what it predicts against real runs, its answers against rules."""
 
 import itertools
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,11 +11,12 @@ from alstlib.config import PAPER_ROWS, ROWS, RunConfig, row_config
 from alstlib.hf.models import flos
 from alstlib.options import Options
 from alstlib.planner import devices
-from alstlib.planner.gpus import label_bytes, rates_of, with_measured
+from alstlib.planner.gpus import label_bytes, rates_of
 from alstlib.planner.machine import Machine, Overheads, machine_of
 from alstlib.planner.model_shapes import read_shape
-from alstlib.planner.prediction import Loading, advice, loading, loads_with, longest, nearest_that_fits, predict, states
+from alstlib.planner.prediction import Loading, loading, longest, predict, states
 from alstlib.planner.preflight import foretell, why_not
+from alstlib.planner.question import Question
 from alstlib.planner.step_time import attention_flops, exchange_bytes, linear_flops
 from alstlib.planner.streaming import least_chunk
 from alstlib.runs import results
@@ -177,7 +177,7 @@ def test_the_host_gives_up_outputs_before_inputs():
 def test_advice_helps_and_says_what_it_costs():
     plain = row_config("baseline", RunConfig(model={"name": EIGHT_B.name, "dtype": "bf16"}))
     now = longest(EIGHT_B, plain, EIGHT)
-    helps = advice(EIGHT_B, plain, EIGHT)
+    helps = Question(EIGHT_B, plain, EIGHT).advice()
     assert now is not None
     assert helps[0].what == "sequence parallelism over all GPUs"
     assert "tiled loss" in [h.what for h in helps]
@@ -191,10 +191,12 @@ def test_advice_helps_and_says_what_it_costs():
 def test_the_nearest_configuration_fits():
     plain = row_config("ulysses", RunConfig(model={"name": EIGHT_B.name, "dtype": "bf16"}))
     assert not predict(EIGHT_B, plain, EIGHT, 3_000_000).fits
-    found = nearest_that_fits(EIGHT_B, plain, EIGHT, 3_000_000)
+    question = Question(EIGHT_B, plain, EIGHT)
+    found = question.nearest(3_000_000)
     assert found is not None
-    assert predict(EIGHT_B, found[1], EIGHT, 3_000_000).fits
-    assert nearest_that_fits(EIGHT_B, plain, EIGHT, 10**10) is None
+    assert found[2].at(3_000_000).fits
+    assert found[2].run == plain.replace(**found[1])
+    assert question.nearest(10**10) is None
 
 
 def test_overheads_are_named_and_can_be_set():
@@ -273,16 +275,6 @@ def test_frozen_weights_have_no_gradients():
     assert waits[0] / waits[1] == pytest.approx(2 / 3, rel=0.01)  # two gathers, and no reduction
 
 
-def test_measured_rates_take_the_tables_place(tmp_path):
-    kernels = {"cudnn": {"runs": True, "forward_tflops": 500.0, "backward_tflops": 400.0}}
-    (tmp_path / "result.json").write_text(json.dumps({"metrics": {"chosen": "cudnn", "kernels": kernels}}))
-    rates = with_measured(rates_of("H100"), tmp_path / "result.json")
-    assert (rates.attention_forward, rates.attention_backward) == (500e12, 400e12)
-    (tmp_path / "result.json").write_text("{}")
-    with pytest.raises(ValueError, match="has no measured kernel"):
-        with_measured(rates_of("H100"), tmp_path / "result.json")
-
-
 @pytest.mark.parametrize("ranks", [1, 4, 8, 16, 32, 12, 64])
 def test_the_least_chunk_hides_the_copies_of_a_page(ranks):
     """Attention of a chunk's queries over a page takes as long as the page of the rank's own key/value heads, of which
@@ -358,7 +350,7 @@ def test_the_nearest_thing_that_loads_a_model_is_named():
     ):
         asked = run.replace(**options)
         assert loading(shape, asked, machine).beyond()
-        assert loads_with(shape, asked, machine) == near
+        assert Question(shape, asked, machine).loads_with() == near
     assert not loading(shape, run, replace(many, per_node=2)).beyond()
     assert loading(shape, run, replace(many, per_node=4)).beyond() == "host"
     assert loading(shape, run, replace(many, host_memory=166 * GIB)).beyond() == ""

@@ -4,6 +4,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
+from layer_timeline import COMPUTE, COPIES, EXCHANGE, STATES, layer_spans
 from quick_steps import quick  # noqa: F401
 
 from alstlib.config import RunConfig, row_config
@@ -13,13 +14,8 @@ from alstlib.planner.gpus import rates_of
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import read_shape
 from alstlib.planner.step_time import (
-    COMPUTE,
-    COPIES,
-    EXCHANGE,
-    STATES,
     attention_flops,
     exchange_bytes,
-    layer_spans,
     linear_flops,
     step_seconds,
 )

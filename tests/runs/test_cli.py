@@ -353,8 +353,9 @@ def test_a_dry_run_says_what_would_run(tmp_path, monkeypatch, alst):
     assert re.search(r"\n +device, each rank +[\d.]+ MiB  of 96\.00 MiB\n", shown)
     assert re.search(r"\n +a step +not predicted  rates are known for GPUs only\n", shown)
     assert not (tmp_path / "papermill_runs").exists()
-    spec = write_spec(tmp_path, rows=[{"name": "k"}], parameters={"worker": "alstlib.measure.time_kernels"})
-    assert "not predicted: the worker is alstlib.measure.time_kernels" in alst(f"run {spec} --dry-run")
+    spec = write_spec(tmp_path, rows=[{"name": "k"}], parameters={"worker": "papermill_runs/referee/time_kernels.py"})
+    file = Path(__file__).parents[2] / "papermill_runs/referee/time_kernels.py"  # in the clone, from anywhere
+    assert f"not predicted: the worker is {file}" in alst(f"run {spec} --dry-run")
 
 
 REFUSED = """
@@ -374,6 +375,7 @@ rows: []                          -> rows=[] must be a list of at least one row
 notebook: spec.yaml               -> spec.yaml' is not a Jupyter notebook that can be read
 {base: {data.allow_dropped: true}, parameters: {}} -> data.allow_dropped=True is a field of the worker alstlib.train.f
 notebook: rnu.ipynb               -> notebook='rnu.ipynb'
+parameters: {worker: w.py}        -> worker='w.py'
 parameters: {wroker: w}           -> unknown parameter of run.ipynb 'wroker'; did you mean 'worker'?
 seq_len: 4                        -> unknown field of a spec 'seq_len'; did you mean 'base: {data.seq_len: ...}'?
 parameters: {seq_len: 4}          -> unknown parameter of run.ipynb 'seq_len'; did you mean 'data.seq_len'?

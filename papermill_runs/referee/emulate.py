@@ -1,5 +1,4 @@
-"""The worker that runs one real rank in place of many: `python -m alstlib.measure.emulate --config config.json --out
-DIR`.
+"""The worker that runs one real rank in place of many: `emulate.py --config config.json --out DIR`.
 
 Real tensors of one rank's real sizes, real kernels, and a process group that sends nothing (`emulate` ranks of which
 this process is one): a real device peak and real seconds, of a run that nobody has the GPUs for. What this rank
@@ -44,7 +43,7 @@ class Emulation(Job):
 
     def __init__(self, run: RunConfig, out: Path) -> None:
         if run.emulate < 1:
-            raise ValueError("alstlib.measure.emulate needs emulate, the number of ranks of which one is run")
+            raise ValueError("the worker emulate.py needs emulate, the number of ranks of which one is run")
         super().__init__(run, out)
         self.ctx = alstlib.SPContext.create(run.emulate)
         self.say(f"loading {run.model.name}")

@@ -1,5 +1,5 @@
-"""The worker that compares one step on a device with plain transformers on the CPU: `python -m
-alstlib.measure.same_gradients --config config.json --out DIR`.
+"""The worker that compares one step on a device with plain transformers on the CPU: `same_gradients.py
+--config config.json --out DIR`.
 
 The run's model, with weights whose every gradient counts, computes loss and gradients of one sample on the device with
 the run's options, in fp32 and in bf16. Plain transformers computes the same from the same weights in fp32 on the CPU.

@@ -3,10 +3,10 @@
 import contextlib
 
 import pytest
+import reference_stack
+from reference_stack import ReferenceStack
 
 from alstlib.config import RunConfig
-from alstlib.measure import reference_stack
-from alstlib.measure.reference_stack import ReferenceStack
 from alstlib.options import Options
 
 SMALL = {

@@ -1,4 +1,4 @@
-"""The worker that times head layouts and documents: `python -m alstlib.measure.time_layouts --config FILE --out DIR`.
+"""The worker that times head layouts and documents: `time_layouts.py --config FILE --out DIR`.
 
 One job runs attention over real ranks, forward and backward, in turn: whole heads (where they divide) and split
 heads (`split rows`) over the same heads, one document and several (unequal, and short) at the same number of tokens.

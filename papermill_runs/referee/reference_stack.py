@@ -23,6 +23,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from baselines import _checkpoint
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Function
@@ -31,10 +32,9 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 
 from alstlib.config import RunConfig
 from alstlib.hf.models import model_config
-from alstlib.measure.baselines import _checkpoint
 from alstlib.measure.deep import Deep
 from alstlib.measure.scope import CHECKPOINTS, EXCHANGE, Places
-from alstlib.measure.simulate import Recording, Simulated, fake_ranks, of_step, shard_of
+from alstlib.measure.simulate import Recording, Simulated, fake_ranks, moments_of, shard_of
 from alstlib.sizing import reference_tiles
 from alstlib.tiled.compute import TileRule
 
@@ -261,7 +261,7 @@ class ReferenceStack(Deep):
                     _keep(layer, ledger, bool(run.options.offload))
                 fused = bool(run.options.tile("loss"))
                 _loss(model, fused, shard["input_ids"], shard["position_ids"]).backward()
-            return of_step(run, model, ctx, ledger, start)
+            return Simulated(moments_of(ledger, start))
 
     def lengths(self, rows: int) -> tuple[Sequence[int], int, int]:
         """Between two of Liger's tiles, which double with the rows; of an MLP's tiles, all whole."""

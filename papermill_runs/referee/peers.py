@@ -1,4 +1,4 @@
-"""The worker that compares training programs: `python -m alstlib.measure.peers --config config.json --out DIR`.
+"""The worker that compares training programs: `peers.py --config config.json --out DIR`.
 
 Every stack of the run's `peers` (`baselines`) is built from the same weights and given the same sample, in processes of
 its own: stacks that share a process slow each other down. Only one stack is there at a time. In the first round each in
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from baselines import Stack, check_stacks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -33,7 +34,6 @@ from alstlib.hf.support import heads_of
 from alstlib.kernels.attention import attention_backward, attention_forward
 from alstlib.kernels.backends import choose_backend
 from alstlib.kernels.rule import Attended, Rule
-from alstlib.measure.baselines import Stack, check_stacks
 from alstlib.measure.search import longest_that_fits
 from alstlib.mesh import join
 from alstlib.offload.host_store import HostStore
@@ -249,7 +249,7 @@ class Comparison(Job):
         # On a CPU, processes are forked from one that has imported what they need. CUDA does not live through a fork.
         self.processes: Any = multiprocessing.get_context("spawn" if self.gpu else "forkserver")
         if not self.gpu:
-            self.processes.set_forkserver_preload(["deepspeed", "alstlib.measure.peers"])
+            self.processes.set_forkserver_preload(["deepspeed", "alstlib.train.worker"])
         self.started = 0
 
     @contextmanager

@@ -1,5 +1,5 @@
-"""The worker that shows what a GPU does in one step, and when: `python -m alstlib.measure.timeline --config config.json
---out DIR`.
+"""The worker that shows what a GPU does in one step, and when: `timeline.py --config config.json --out
+DIR`.
 
 PyTorch's profiler records a step of one rank (as `emulate` runs it), after a step that warms up; Perfetto opens
 trace.json. What share of the time of copies between device and host lies beside kernels? For how long does no kernel
@@ -14,9 +14,9 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from emulate import Emulation
 from torch.profiler import ProfilerActivity, profile
 
-from alstlib.measure.emulate import Emulation
 from alstlib.train.worker import run_worker, wait_for
 from alstlib.units import format_bytes, format_seconds
 

@@ -3,16 +3,17 @@
 import gc
 import sys
 
+import emulate
 import pytest
+import time_kernels
 import torch
+from emulate import ballast
 
 import alstlib
 from alstlib.config import RunConfig
 from alstlib.data.shard import shard_batch
 from alstlib.hf import models
 from alstlib.hf.models import load_model
-from alstlib.measure import emulate, time_kernels
-from alstlib.measure.emulate import ballast
 from alstlib.offload.ledger import Ledger
 from alstlib.runs.launch import launch
 from alstlib.train import worker
@@ -63,7 +64,7 @@ def real_step(rank, world, chunk):
 def test_an_emulated_rank_is_a_real_one(ranks4, tmp_path, chunk):
     peak, wire, host = ranks4(real_rank, chunk)[-1]
     run = RunConfig.from_dict({**RUN, "options.chunk": chunk})
-    result = launch(run, tmp_path, worker="alstlib.measure.emulate")
+    result = launch(run, tmp_path, worker=emulate.__file__)
     metrics, parameters = result["metrics"], sum(p.numel() for p in load_model(run, torch.float32).parameters())
     assert result["mode"] == "emulated"
     assert metrics["wire_bytes"] == wire
@@ -80,7 +81,7 @@ def test_few_layers_stand_for_many(tmp_path):
     run = RunConfig.from_dict(
         {**RUN, "model.name": "small", "model.config": {"num_hidden_layers": 1}, "data.seq_len": 512}
     )
-    emulated = launch(run, tmp_path, worker="alstlib.measure.emulate")["metrics"]["emulated"]
+    emulated = launch(run, tmp_path, worker=emulate.__file__)["metrics"]["emulated"]
     assert (emulated["layers_run"], emulated["layers_of_the_model"]) == (1, 16)
     whole = sum(p.numel() for p in load_model(run.replace(model={"config": {}}), torch.float32).parameters())
     assert emulated["ballast_bytes"]["weights"] == -(-whole // RANKS) * 4
@@ -122,7 +123,7 @@ def test_kernels_are_timed(tmp_path):
             "options": {"chunk": 64},
         }
     )
-    metrics = launch(run, tmp_path, worker="alstlib.measure.time_kernels")["metrics"]
+    metrics = launch(run, tmp_path, worker=time_kernels.__file__)["metrics"]
     assert metrics["chosen"] == "cpu"
     cpu = metrics["kernels"]["cpu"]
     assert all(

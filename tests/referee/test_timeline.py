@@ -1,8 +1,7 @@
 """What the timeline says of a trace whose lanes are known."""
 
 import pytest
-
-from alstlib.measure.timeline import COLUMNS, as_page, summary
+from timeline import COLUMNS, as_page, summary
 
 
 def event(cat, name, begin, end, tid=7, **args):

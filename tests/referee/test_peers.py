@@ -5,12 +5,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
+import peers
 import pytest
 import torch
 import torch.distributed as dist
+from peers import Counts, floor_step, peak_over_start
 
 from alstlib.config import RunConfig
-from alstlib.measure.peers import Counts, floor_step, peak_over_start
 from alstlib.offload.ledger import storage_bytes
 from alstlib.runs import results
 from alstlib.runs.launch import launch
@@ -36,9 +37,7 @@ RUN = {
 def compared(tmp_path_factory):
     names = ("ours", "readme", "deepspeed", "deepspeed, loss tiles", "transformers", "ours+chunk", "ours+chunk+offload")
     out = tmp_path_factory.mktemp("peers")
-    return launch(RunConfig.from_dict({**RUN, "optim.steps": 1, "peers": names}), out, worker="alstlib.measure.peers")[
-        "metrics"
-    ]
+    return launch(RunConfig.from_dict({**RUN, "optim.steps": 1, "peers": names}), out, worker=peers.__file__)["metrics"]
 
 
 def test_stacks_side_by_side(compared):
@@ -64,7 +63,7 @@ def test_every_stack_has_processes_of_its_own(compared):
 
 def _in_turn(rank, world, run, out):
     """The launches of a comparison whose stacks are not built, and what came of them."""
-    from alstlib.measure.peers import Comparison
+    from peers import Comparison
 
     launches = []
 
@@ -118,7 +117,7 @@ def test_longest_in_an_equal_budget(tmp_path):
         "engine.prefetch": False,
     }
     config = RunConfig.from_dict({**run, "peers": ["deepspeed", "ours+chunk+offload"]})
-    metrics = launch(config, tmp_path, worker="alstlib.measure.peers")["metrics"]
+    metrics = launch(config, tmp_path, worker=peers.__file__)["metrics"]
     for one in metrics["peers"].values():
         tried = {t["seq_len"]: t["device_peak_bytes"] for t in one["tried"]}
         assert tried[one["seq_len"]] <= 2**20
@@ -143,7 +142,7 @@ def test_bad_input(ranks2, tmp_path, changes, message):
 
 
 def _refused(rank, world, run, out):
-    from alstlib.measure.peers import Comparison
+    from peers import Comparison
 
     try:
         Comparison(RunConfig.from_dict(run), Path(out))()
@@ -155,8 +154,7 @@ def _refused(rank, world, run, out):
 def _held(rank, world, run, name):
     """Bytes of weights that a rank holds when the engine of a stack begins."""
     import deepspeed
-
-    from alstlib.measure.baselines import Stack
+    from baselines import Stack
 
     held, begin = [], deepspeed.initialize
 

@@ -1,10 +1,10 @@
 """The comparison that a GPU begins with, on a CPU: gradients that are right are called so, and wrong ones are not."""
 
 import pytest
+from same_gradients import SameGradients
 
 from alstlib.config import RunConfig, row_config
 from alstlib.measure import verify
-from alstlib.measure.same_gradients import SameGradients
 
 
 def test_a_gradient_that_is_off_by_a_tenth_is_found(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""The worker that times attention kernels, `python -m alstlib.measure.time_kernels --config config.json --out DIR`.
+"""The worker that times attention kernels, `time_kernels.py --config config.json --out DIR`.
 
 Every backend of `backends.BACKENDS` that runs here: forward and backward, causal, over the run's length with the heads
 of the run's model on one of `sp` ranks; and in chunks of queries (`chunk`) over resident keys, as a streamed layer
@@ -22,6 +22,8 @@ from typing import Any
 import torch
 
 from alstlib.config import RunConfig
+from alstlib.hf.models import model_config
+from alstlib.hf.support import heads_of
 from alstlib.kernels.attention import attention_backward, attention_backward_rows, attention_forward
 from alstlib.kernels.backends import BACKENDS, choose_backend
 from alstlib.kernels.rule import Attended, Rule
@@ -36,9 +38,6 @@ SLOW = {"blockwise": 65_536}
 
 class Bench(Job):
     def __init__(self, run: RunConfig, out: Path) -> None:
-        from alstlib.hf.models import model_config  # which takes seconds that each kernel's process need not wait
-        from alstlib.hf.support import heads_of
-
         super().__init__(run, out)
         config = model_config(run.model.name, run.model.config, run.model.trust_remote_code).get_text_config()
         ranks = max(1, run.emulate)
@@ -93,8 +92,7 @@ class Bench(Job):
             return {"runs": False, "why": ": ".join([ended, *said])[:500]}
 
     def command(self, task: dict[str, Any], answer: Path) -> list[str]:
-        module = "alstlib.measure.time_kernels"
-        return [sys.executable, "-m", module, "--kernel", json.dumps(task), "--out", str(answer)]
+        return [sys.executable, __file__, "--kernel", json.dumps(task), "--out", str(answer)]
 
 
 def answer_of(task: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,109 @@
+"""The timeline of one layer that lesson 14 draws: what a rank does for it in a step and when, by predicted rates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from alstlib.config import RunConfig
+from alstlib.planner.activations import Activations
+from alstlib.planner.fits import element_bytes
+from alstlib.planner.machine import Machine
+from alstlib.planner.model_shapes import Shape
+from alstlib.planner.step_time import (
+    attention_flops,
+    attention_rates,
+    exchange_bytes,
+    linear_flops,
+    made_again,
+    products_of_backward,
+    trained,
+    zero_seconds,
+)
+
+COMPUTE, EXCHANGE, COPIES, STATES = "computing", "exchange", "copies to and from the host", "weights and gradients"
+"""Lanes of `layer_spans`."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that one rank does for a layer, seconds after the layer's pass began."""
+
+    lane: str
+    what: str
+    start: float
+    seconds: float
+
+    @property
+    def end(self) -> float:
+        return self.start + self.seconds
+
+
+def layer_spans(
+    shape: Shape, run: RunConfig, machine: Machine, ranks: int, seq_len: int, found: Activations, preset: str = "ours"
+) -> dict[str, list[Span]]:
+    """The parts of `step_seconds` for one of many layers, in `forward` and in `backward` (with its recompute, and where
+    one input in k is kept with the layer's share of the forwards that make the others).
+
+    Computing and the exchange take turns. Copies to the host, and ZeRO's traffic, begin with the pass and run beside
+    it: what has not ended with the computing is waited for. The layer's attention output is kept if most layers' are.
+    With `offload="sync"` copies come first, and computing waits.
+    """
+    kept, rates = round(found.attention_kept) if run.options.checkpoint else 0, machine.rates
+    linear = linear_flops(shape, seq_len * run.data.batch_size)
+    per_layer = rates.matmul * ranks * shape.layers
+    projections, mlp = linear["projections"] / per_layer, linear["mlp"] / per_layer
+    query, kv = shape.heads, max(shape.kv_heads, ranks)  # in what is sent
+    into = shape.heads + 2 * shape.kv_heads  # in projections: queries, keys, values; then the output's
+    first, last = projections * into / (into + shape.heads), projections * shape.heads / (into + shape.heads)
+    forward, backward = attention_rates(shape, found, rates)
+    core = attention_flops(shape, seq_len, found.attention_share) * run.data.batch_size / ranks / shape.layers
+    one_pass = exchange_bytes(shape, ranks, seq_len * run.data.batch_size, element_bytes(run, "cuda"), 1, 0) / 2
+    network = rates.link if ranks <= machine.per_node else rates.network
+    unit = one_pass / (2 * query + 2 * kv) / network / shape.layers
+    row_sums = 4 / (shape.head_dim * element_bytes(run, "cuda")) * query
+
+    there = [
+        (COMPUTE, "queries, keys, values", first), (EXCHANGE, "to heads", unit * (query + 2 * kv)),
+        (COMPUTE, "attention", core / forward), (EXCHANGE, "to rows", unit * query),
+        (COMPUTE, "output projection", last), (COMPUTE, "MLP", mlp),
+    ]  # fmt: skip
+    back: list[tuple[str, str, float]] = []
+    if run.options.checkpoint and kept:
+        back = [(COMPUTE, "projections again", projections), (COMPUTE, "MLP again", mlp)]
+    elif run.options.checkpoint:
+        back = [(lane, f"{what} again" if lane == COMPUTE else what, seconds) for lane, what, seconds in there]
+    remade = made_again(shape, found)
+    back = [
+        (lane, f"{what} for an input" if lane == COMPUTE else what, seconds * remade) for lane, what, seconds in back
+    ] + back
+    sent = query + kept * (query + 2 * kv + row_sums)  # outputs' gradients; and what kept outputs did not need again
+    times = products_of_backward(run)
+    back += [
+        (COMPUTE, "keys, values again", projections * (run.chunk is not None)),
+        (COMPUTE, "MLP's tiles again", mlp * (preset == "paper" and bool(run.options.tile("mlp")))),
+        (COMPUTE, "MLP, backward", times * mlp), (COMPUTE, "output projection, backward", times * last),
+        (EXCHANGE, "to heads", unit * sent), (COMPUTE, "attention, backward", 2.5 * core / backward),
+        (EXCHANGE, "to rows", unit * (query + 2 * kv)), (COMPUTE, "queries, keys, values, backward", times * first),
+    ]  # fmt: skip
+    copy = found.copied / 2 / shape.layers / rates.host
+    of_layer = shape.layer_parameters / shape.parameters / run.optim.accumulation
+    states = zero_seconds(shape, run, machine, remade) * of_layer
+    gathers = 2 + remade + trained(shape, run) / shape.parameters  # forward gathers once, backward gathers and reduces
+    gathered = states / gathers if run.engine.zero_stage == 3 else 0.0
+    beside = {
+        "forward": [(COPIES, "kept for backward", copy), (STATES, "gather", gathered)],
+        "backward": [(COPIES, "brought back", copy), (STATES, "gather, reduce", states - gathered)],
+    }
+    wait = copy if run.options.offload == "sync" else 0.0
+    return {
+        name: [*_in_turn(spans, wait), *(Span(lane, what, 0.0, s) for lane, what, s in beside[name] if s)]
+        for name, spans in (("forward", there), ("backward", back))
+    }
+
+
+def _in_turn(spans: list[tuple[str, str, float]], start: float) -> Iterator[Span]:
+    for lane, what, seconds in spans:
+        if seconds:
+            yield Span(lane, what, start, seconds)
+            start += seconds
