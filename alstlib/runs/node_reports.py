@@ -1,4 +1,4 @@
-"""What the agents of several nodes say to the head: lines in their launcher's output (`alstlib.train.agent`)."""
+"""What the agents of the nodes say to the head: lines in the output of what it started (`alstlib.train.agent`)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def lost(reports: list[dict[str, Any]]) -> list[int]:
 
 
 def cause(log: Path, nodes: int, ended: str) -> tuple[str, str]:
-    """The kind of the error that ended a run on several nodes, and its words with the node's name.
+    """The kind of the error that ended a run, and its words, on several nodes with the node's name.
 
     `ended` says how the launcher ended by itself, so that nodes which have not said how they ended will not say it any
     more. It is empty where the launcher was ended because of a failure.
@@ -49,6 +49,7 @@ def cause(log: Path, nodes: int, ended: str) -> tuple[str, str]:
     if ended and gone and not (failed and failed[0]["kind"] in LOST):
         return "NodeLost", "; ".join([f"{' and '.join(gone)} ended without a word", ended, *words])
     if failed:
-        return failed[0]["kind"], f"{names[failed[0]['node']]}: {failed[0]['why']}"
+        where = f"{names[failed[0]['node']]}: " if nodes > 1 else ""
+        return failed[0]["kind"], f"{where}{failed[0]['why']}"
     missing = [f"node {node} never started" for node in range(nodes) if node not in names]
     return "LauncherFailed", "; ".join([ended, *missing, *words])

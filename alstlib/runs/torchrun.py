@@ -23,12 +23,12 @@ from alstlib.planner import devices
 from alstlib.runs.processes import DEADLINE_VARIABLE, RUN_ID_VARIABLE, start
 from alstlib.sizing import cores
 
-AGENT, ATTEMPT_FLAG = "alstlib.train.agent", "--attempt"
+AGENT = "alstlib.train.agent"
 AGENT_LOG, LAUNCHER_LOG = "agent.log", "launcher.log"
 RANK_VARIABLES = ("ALST_NODE_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 """Where launchers say the rank of a node. The first is for those that set none of the others."""
 SAYS = "alst-node "
-"""Begins what a node's agent says through its launcher; JSON follows."""
+"""Begins what a node's agent says to the head; JSON follows."""
 
 _INHERITED = re.compile(
     r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|WORLD_SIZE|NAME)|NODE_RANK|MASTER_\w+|TORCHELASTIC_\w+|PET_\w+"
@@ -113,32 +113,29 @@ class Attempt:
 
     @property
     def launcher_log(self) -> Path:
-        """What the launcher of several nodes and their agents said; no file on one node."""
+        """What agents and, on several nodes, their launcher said."""
         return self.logs() / LAUNCHER_LOG
 
-    def arguments(self, node: int = 0, config: str = "") -> list[str]:
+    def arguments(self, node: int, config: Path) -> list[str]:
         """The arguments of torchrun on a node."""
         meets = ["--nnodes", str(self.nodes), "--rdzv-endpoint", f"{self.head}:{self.port}", "--rdzv-id", self.id]
         ranks = ["--rdzv-conf", f"rank={node}", "--nproc-per-node", str(self.ranks), "--max-restarts", "0"]
         files = ["--log-dir", str(self.logs(node)), "--redirects", "3"]
-        run = ["-m", self.worker, "--config", config or str(Path(self.out, "config.json")), "--out", self.out]
+        run = ["-m", self.worker, "--config", str(config), "--out", self.out]
         return [*meets, *ranks, *files, *run]
 
     def command(self, launcher: Sequence[str] = ()) -> list[str]:
-        """What a node runs; with a launcher, what the head runs.
+        """What the head runs: the agent of one node, or a launcher that starts one on each node.
 
-        The other nodes get the attempt as an argument: a file in the run's folder could be an older one there, because
-        shared file systems keep what they have read. It is in base64 because some launchers hand the words to a shell.
-        What a process needs before it can read its arguments comes by `env`, because some launchers hand on no
+        An agent gets the attempt as an argument: a file in the run's folder could be an older one on other nodes,
+        because shared file systems keep what they have read. It is in base64 because some launchers hand the words to a
+        shell. What a process needs before it can read its arguments comes by `env`, because some launchers hand on no
         variables.
         """
-        agent = [sys.executable, "-m", AGENT]
-        if not launcher:
-            return [*agent, *self.arguments()]
         path = import_path(os.environ.get("PYTHONPATH"))
         variables = [f"{RUN_ID_VARIABLE}={self.id}", *([f"PYTHONPATH={path}"] if path else [])]
         text = base64.urlsafe_b64encode(json.dumps(asdict(self)).encode()).decode()
-        return [*launcher, "env", *variables, *agent, ATTEMPT_FLAG, text]
+        return [*launcher, "env", *variables, sys.executable, "-m", AGENT, text]
 
     def environment(self, temporary: str) -> dict[str, str]:
         """The variables of torchrun on this node; its ranks put their temporary files into the folder `temporary`."""
@@ -147,13 +144,12 @@ class Attempt:
             extra = {"GLOO_SOCKET_IFNAME": name, **extra}  # a node's own name may mean an address of the loopback
         return environment(self.id, self.ranks, extra, self.nodes)
 
-    def begin(self, launcher: Sequence[str], temporary: str) -> subprocess.Popen[bytes]:
+    def begin(self, launcher: Sequence[str]) -> subprocess.Popen[bytes]:
         """Start it, on all nodes where there is a launcher."""
         self.logs().mkdir(parents=True, exist_ok=True)
-        if not launcher:
-            return start(self.command(), self.environment(temporary), self.logs() / AGENT_LOG)
         env = environment(self.id, self.ranks, self.env, self.nodes)
-        return start(replace(self, port=free_port(self.head)).command(launcher), env, self.launcher_log)
+        port = free_port(self.head) if launcher else 0
+        return start(replace(self, port=port).command(launcher), env, self.launcher_log)
 
 
 def read_attempt(text: str) -> Attempt:

@@ -40,9 +40,12 @@ def start(what, out, on_progress=None, **fields):
 
 
 def processes_of(out):
-    """Every other living process that names the folder `out`: papermill, the agent and its ranks."""
+    """Every other living process that names the folder `out`, or is of an attempt in it: papermill, agent and ranks."""
     lines = {p.pid: " ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])}
-    return {pid: line for pid, line in lines.items() if str(out) in line and pid != os.getpid()}
+    named = {pid: line for pid, line in lines.items() if str(out) in line and pid != os.getpid()}
+    for attempt in out.glob("**/logs/*"):
+        named |= processes.processes(attempt.name)
+    return named
 
 
 def in_thread(what, out, **fields):
