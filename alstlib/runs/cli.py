@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import shlex
 import sys
@@ -14,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from alstlib.config import merged, not_default
+from alstlib.config import not_default
 from alstlib.hf.configs import check_model
 from alstlib.planner import command, devices
 from alstlib.planner.command import fields_of
@@ -89,16 +88,13 @@ def run(args: argparse.Namespace) -> int:
     nodes = cluster.Nodes(count=args.nodes) if submits else cluster.here(args.nodes, args.launcher, args.head)
     if nodes.launcher:
         torchrun.free_port(nodes.head)  # refuses an address that other nodes cannot reach
-    changes = fields_of(args.set, "--set")
-    if args.allow_dropped:
-        changes["data.allow_dropped"] = True
-    spec = load_spec(args.spec, args.out, nodes=nodes.count, changes=changes)
+    spec = load_spec(args.spec, args.out, nodes=nodes.count, changes=fields_of(args.set, "--set"))
     names = select(spec, args.rows)
     _check(spec, names, args.force, submits)
     print(f"{spec.name}: {len(names)} row{'s' * (len(names) != 1)}, results in {shown(spec.out)}", flush=True)
     if args.dry_run:
         for row in names:
-            print(_left_alone(spec, row, args) or _would(spec, row, args.force), flush=True)
+            print(_left_alone(spec, row, args) or _would(spec, row), flush=True)
         return 0
     if submits:
         return _submit(spec, args)
@@ -222,19 +218,15 @@ def _report(spec: Spec, bad: list[str], args: argparse.Namespace, note: Callable
     return 1 if bad else 0
 
 
-def _would(spec: Spec, row: str, force: bool) -> str:
-    """What `--dry-run` says of a row: its fields, what the planner expects, its folder, and the command that runs it by
-    itself."""
-    config, folder = spec.rows[row], shown(spec.out / row)
+def _would(spec: Spec, row: str) -> str:
+    """What `--dry-run` says of a row: its fields, what the planner expects, and its folder."""
+    config = spec.rows[row]
     fields, count = not_default(config), launch.node_count(config, spec.nodes)
-    parameters = json.dumps({**_parameters(spec, row, force), "config": merged({}, fields)}, default=str)
-    papermill = ["papermill", shown(spec.notebook), f"{folder}/{spec.notebook.name}", "-y", parameters]
     return "\n".join([
         f"{row}: would run as {results.run_id(config)}",
         f"  sets       {', '.join(f'{name}={value}' for name, value in fields.items())}",
         f"  predicted  {workers.outlook(config, spec.worker, devices.device_count(), count)}",
-        f"  folder     {folder}",
-        f"  by itself  {shlex.join(['mkdir', '-p', folder])} && {shlex.join(papermill)}",
+        f"  folder     {shown(spec.out / row)}",
     ])  # fmt: skip
 
 
@@ -261,9 +253,8 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     switches = {
         "--force": "run finished rows again, rows that are predicted not to fit, and many more ranks than cores",
-        "--allow-dropped": "fine-tune though more than 1%% of the rows of the data are left out",
         "--fail-fast": "stop at the first row that fails",
-        "--dry-run": "print the fields, the prediction and the command of each row, and start nothing",
+        "--dry-run": "print the fields and the prediction of each row, and start nothing",
     }
     for name, text in switches.items():
         add(name, action="store_true", help=text)
