@@ -10,8 +10,10 @@ import contextlib
 import dataclasses
 import math
 import os
+import shutil
 import signal
 import subprocess
+import tempfile
 import time
 import uuid
 import warnings
@@ -186,6 +188,8 @@ class _Run:
                     self.agent.wait(GRACE_SECONDS)
         finally:
             stop(self.agent, self.attempt.id)
+            for left in Path(tempfile.gettempdir()).glob(f"{self.attempt.temporary}*"):  # of an agent that was killed
+                shutil.rmtree(left, ignore_errors=True)
 
     def outcome(self, limit: Limit, step_limit: Limit) -> tuple[str, str, str]:
         """Start the ranks and wait for their end; returns the status, and the kind and the words of the error where the

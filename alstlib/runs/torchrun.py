@@ -106,6 +106,11 @@ class Attempt:
         """Number of ranks on each node."""
         return int(self.config["engine"]["world_size"]) // self.nodes
 
+    @property
+    def temporary(self) -> str:
+        """How the names of folders begin in which agents and ranks have their temporary files."""
+        return f"alst-{self.id}-"
+
     def logs(self, node: int = 0) -> Path:
         """The folder of a node's logs. Its name says which rank is the first of another node (`progress.rank_of`)."""
         logs = Path(self.out, "logs", self.id)

@@ -94,11 +94,11 @@ def take_part(attempt: torchrun.Attempt) -> int:
             say(code=1, kind="NodeFailed", why=str(e))
             return 1
     say()
-    signal.signal(signal.SIGUSR1, lambda *_: say(stopped=ask_where(os.getpid(), attempt.id)))
+    signal.signal(signal.SIGUSR1, lambda *_: say(stopped=ask_where(attempt.id)))
     signal.signal(signal.SIGUSR2, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     signal_with_parent(signal.SIGTERM)  # the launcher's process on this node
     os.chdir(attempt.folder)
-    with tempfile.TemporaryDirectory(prefix="alst-", ignore_cleanup_errors=True) as temporary:
+    with tempfile.TemporaryDirectory(prefix=attempt.temporary, ignore_cleanup_errors=True) as temporary:
         config, logs = Path(temporary, "config.json"), attempt.logs(rank)
         results.write_json(config, dict(attempt.config))
         logs.mkdir(parents=True, exist_ok=True)
