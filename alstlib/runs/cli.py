@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from alstlib.config import not_default
-from alstlib.hf.configs import check_model
 from alstlib.planner import command, devices
 from alstlib.planner.command import fields_of
 from alstlib.runs import (
@@ -112,8 +111,6 @@ def _check(spec: Spec, names: Sequence[str], force: bool, elsewhere: bool) -> No
     for row in names:
         config = spec.rows[row]
         workers.check(config, spec.worker)
-        if spec.worker in workers.TRAINING:
-            check_model(config.model.name)
         if not (force or elsewhere):
             nodes = launch.node_count(config, spec.nodes)
             workers.check_ranks(config.engine.world_size, nodes, devices.device_count())

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from alstlib.config import RunConfig
-from alstlib.hf.configs import check_model
 from alstlib.planner import devices
 from alstlib.planner.preflight import step_limit, time_limit, why_not
 from alstlib.runs import cluster, locks, results, workers
@@ -285,9 +284,7 @@ def launch(
     if not force and (done := finished(config, out)):
         return done
     workers.check(config, worker)
-    if trains := worker in workers.TRAINING:
-        check_model(config.model.name)
-    gpus = devices.device_count()
+    trains, gpus = worker in workers.TRAINING, devices.device_count()
     if not force:
         workers.check_ranks(config.engine.world_size, nodes.count, gpus)
     foreseen = workers.planned(config, worker, gpus)

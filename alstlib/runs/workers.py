@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from alstlib.config import RunConfig, value_of
+from alstlib.hf.configs import check_model
 from alstlib.hf.public_models import SHAPES
 from alstlib.options import check_names, plain_value
 from alstlib.planner import devices, preflight
@@ -48,7 +49,7 @@ SECRETS = ("hub_token", "push_to_hub_token", "token", "use_auth_token", "api_key
 
 
 def check(run: RunConfig, worker: str) -> None:
-    """Refuse fields that a run's worker does not have.
+    """Refuse a run of a worker that trains, where a field is not that worker's, or a package or the model is missing.
 
     Raises:
         ValueError: it names the field, and what works.
@@ -78,6 +79,7 @@ def check(run: RunConfig, worker: str) -> None:
         )
     if fine_tuning:
         _check_trainer(run)
+    check_model(run.model.name)
 
 
 def _secrets(fields: Mapping[str, Any]) -> Iterator[str]:
