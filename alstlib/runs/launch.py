@@ -26,7 +26,6 @@ from alstlib.planner import devices
 from alstlib.planner.preflight import step_limit, time_limit, why_not
 from alstlib.runs import cluster, locks, results, workers
 from alstlib.runs.cluster import Nodes
-from alstlib.runs.node_reports import LOST, cause, failures, lost, read_reports
 from alstlib.runs.processes import (
     GRACE_SECONDS,
     WARNED,
@@ -37,7 +36,7 @@ from alstlib.runs.processes import (
 )
 from alstlib.runs.progress import Printer as progress_printer
 from alstlib.runs.progress import Progress, ProgressReader, log_tail, whereabouts
-from alstlib.runs.torchrun import Attempt
+from alstlib.runs.torchrun import LOST, Attempt, cause, failures, lost, read_reports
 from alstlib.units import format_seconds
 
 __all__ = ["Progress", "RunFailed", "die_with_parent", "finished", "launch", "progress_printer", "resolve"]

@@ -19,7 +19,7 @@ from test_launch import PATHS, in_thread, processes_of, start
 
 from alstlib import sizing
 from alstlib.planner import devices
-from alstlib.runs import cli, cluster, launch, node_reports, processes, results, torchrun
+from alstlib.runs import cli, cluster, launch, processes, results, torchrun
 
 TWICE = shlex.join([sys.executable, str(Path(__file__).with_name("twice.py"))])
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3", "SLURM_CPUS_ON_NODE": "16", "SLURM_GPUS_ON_NODE": "8"}
@@ -299,10 +299,10 @@ def ends(node, code, kind="RankFailed"):
 
 def test_what_nodes_say_is_found_in_the_launchers_words(tmp_path):
     log = tmp_path / "launcher.log"
-    assert node_reports.read_reports(log) == []
+    assert torchrun.read_reports(log) == []
     lines = [f"{torchrun.SAYS}{json.dumps(starts(n))}" for n in (0, 1)]
     log.write_text(f"srun: hello\n1: {lines[1]}\n[1,0]<stdout>:{lines[0]}\n{torchrun.SAYS}{{half")
-    assert node_reports.read_reports(log) == [starts(1), starts(0)]
+    assert torchrun.read_reports(log) == [starts(1), starts(0)]
 
 
 @pytest.mark.parametrize("reports, ended, kind, words", [
@@ -318,7 +318,7 @@ def test_who_ended_a_run(tmp_path, reports, ended, kind, words):
     said = [] if reports is None else [starts(0), starts(1), *reports]
     lines = [f"{torchrun.SAYS}{json.dumps(report)}" for report in said]
     (tmp_path / "launcher.log").write_text("\n".join([*lines, "srun: n1: Killed"]))
-    assert node_reports.cause(tmp_path / "launcher.log", 2, ended) == (kind, words)
+    assert torchrun.cause(tmp_path / "launcher.log", 2, ended) == (kind, words)
 
 
 # What a job has
