@@ -82,8 +82,7 @@ def _parameters(spec: Spec, row: str, force: bool) -> Json:
 
 def run(args: argparse.Namespace) -> int:
     """`alst run`: 0 when every row ended `ok` or `oom`, `cluster.AGAIN` when the time was up first, 1 otherwise."""
-    elsewhere = args.launcher or os.environ.get(cluster.LAUNCHER_VARIABLE) or "SLURM_JOB_ID" in os.environ
-    submits = (args.nodes or 1) > 1 and not elsewhere
+    submits = (args.nodes or 1) > 1 and not (args.launcher or "SLURM_JOB_ID" in os.environ)
     nodes = cluster.Nodes(count=args.nodes) if submits else cluster.here(args.nodes, args.launcher, args.head)
     if nodes.launcher:
         torchrun.free_port(nodes.head)  # refuses an address that other nodes cannot reach
@@ -258,12 +257,13 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("several nodes (env/README.md explains them)")
     _job_options(group)
     group.add_argument(
-        "--launcher", default="", metavar="CMD",
+        "--launcher", default=os.environ.get(cluster.LAUNCHER_VARIABLE, ""), metavar="CMD",
         help="the command that starts another command once on each node (default: srun, in a Slurm job)",
     )  # fmt: skip
     group.add_argument(
-        "--head", default="", metavar="HOST", help="the name or address of this node, as the other nodes reach it"
-    )
+        "--head", default=os.environ.get(cluster.HEAD_VARIABLE, ""), metavar="HOST",
+        help="the name or address of this node, as the other nodes reach it",
+    )  # fmt: skip
     group.add_argument(
         "--grace", type=float, default=os.environ.get("ALST_GRACE", "0"), metavar="SECONDS",
         help="the time from SIGTERM to the end of the job, in which a run with checkpoint_every saves its state; with "

@@ -53,7 +53,6 @@ def agent_of(out, node):
     (SLURM, (1,), 1, "", "127.0.0.1"),
     (SLURM, (2, "true -n 2"), 2, "true -n 2", "10.0.0.7"),
     ({}, (2, "true -n 'a b'", "n1"), 2, "true -n 'a b'", "n1"),
-    ({"ALST_NODES": "4", "ALST_LAUNCHER": "true", "ALST_HEAD": "n7"}, (), 4, "true", "n7"),
     ({}, (2, "true"), 2, "true", socket.gethostname()),
 ])  # fmt: skip
 def test_which_nodes_there_are(monkeypatch, env, given, count, launcher, head):
@@ -165,7 +164,10 @@ def test_nodes_are_submitted_as_a_job(tmp_path, monkeypatch, alst, spec):
     assert f"--time=60 --partition=a b {cluster.TEMPLATE} {words}" in given, "all but what is about the job"
 
 
-def test_the_grace_can_be_a_variable(monkeypatch, capsys, spec):
+def test_options_can_be_variables(monkeypatch, capsys, alst, spec):
+    monkeypatch.setenv("ALST_LAUNCHER", "no-such-launcher")
+    monkeypatch.setenv("ALST_NODES", "2")
+    assert "--launcher no-such-launcher: there is no command" in alst(f"run {spec}", 2)
     monkeypatch.setenv("ALST_GRACE", "soon")
     with pytest.raises(SystemExit):
         cli.main(["run", str(spec)])
