@@ -112,22 +112,19 @@ elif [ "$device" = cpu ] && [ "$(uname -s)" = Linux ] && ! .venv/bin/python -c '
 fi
 pip() { .venv/bin/python -m pip "$@"; }
 
-say "1/6 torch"
+say "1/5 torch"
 pip install "torch==$torch" "${torch_from[@]}"
-say "2/6 setuptools, wheel"
+say "2/5 setuptools, wheel"
 pip install -qq -c .venv/.lock setuptools wheel
-say "3/6 the lock: $(grep -c == .venv/.lock) packages"
+say "3/5 the lock: $(grep -c == .venv/.lock) packages"
 grep -v '^deepspeed==' .venv/.lock > .venv/.lock-without-deepspeed
 pip install -qq --no-deps -r .venv/.lock-without-deepspeed
-say "4/6 deepspeed"
+say "4/5 deepspeed"
 DS_BUILD_OPS=0 DS_ACCELERATOR=cpu pip install -qq --no-deps --no-build-isolation "deepspeed==$(pin deepspeed)"
-say "5/6 alstlib, and the notebooks' kernel"
+say "5/5 alstlib, and the notebooks' kernel"
 pip install -qq --no-deps --no-build-isolation -e .
 .venv/bin/python -m ipykernel install --sys-prefix --name python3 > /dev/null
 cp -R env/jupyter/. .venv/
 DS_ACCELERATOR=$device .venv/bin/python env/check.py "$lock" >&2 || fail "the environment is not what $lock says: run 'make clean', then again"
-say "6/6 DeepSpeed's operators: the first time a minute of compiling"
-DS_ACCELERATOR=$device .venv/bin/python -m alstlib.train.operators > .venv/.operators.log 2>&1 \
-    || say "warning: they cannot be compiled, see .venv/.operators.log; training on CPUs needs them"
 touch "$stamp"
 say "done in $((SECONDS - start)) s"

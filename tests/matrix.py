@@ -276,7 +276,7 @@ def engine_of(model, kind, accumulation, bucket=2_000):
     if next(model.parameters()).device.type == "cpu":
         from alstlib.train import operators
 
-        operators.load()
+        operators.leave_out()
     else:
         from device import accelerator
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import shlex
 import sys
@@ -14,8 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from alstlib.config import merged, not_default
-from alstlib.hf.configs import check_model
+from alstlib.config import not_default
 from alstlib.planner import command, devices
 from alstlib.planner.command import fields_of
 from alstlib.runs import (
@@ -84,21 +82,17 @@ def _parameters(spec: Spec, row: str, force: bool) -> Json:
 
 def run(args: argparse.Namespace) -> int:
     """`alst run`: 0 when every row ended `ok` or `oom`, `cluster.AGAIN` when the time was up first, 1 otherwise."""
-    elsewhere = args.launcher or os.environ.get(cluster.LAUNCHER_VARIABLE) or "SLURM_JOB_ID" in os.environ
-    submits = (args.nodes or 1) > 1 and not elsewhere
+    submits = (args.nodes or 1) > 1 and not (args.launcher or "SLURM_JOB_ID" in os.environ)
     nodes = cluster.Nodes(count=args.nodes) if submits else cluster.here(args.nodes, args.launcher, args.head)
     if nodes.launcher:
         torchrun.free_port(nodes.head)  # refuses an address that other nodes cannot reach
-    changes = fields_of(args.set, "--set")
-    if args.allow_dropped:
-        changes["data.allow_dropped"] = True
-    spec = load_spec(args.spec, args.out, nodes=nodes.count, changes=changes)
+    spec = load_spec(args.spec, args.out, nodes=nodes.count, changes=fields_of(args.set, "--set"))
     names = select(spec, args.rows)
     _check(spec, names, args.force, submits)
     print(f"{spec.name}: {len(names)} row{'s' * (len(names) != 1)}, results in {shown(spec.out)}", flush=True)
     if args.dry_run:
         for row in names:
-            print(_left_alone(spec, row, args) or _would(spec, row, args.force), flush=True)
+            print(_left_alone(spec, row, args) or _would(spec, row), flush=True)
         return 0
     if submits:
         return _submit(spec, args)
@@ -116,8 +110,6 @@ def _check(spec: Spec, names: Sequence[str], force: bool, elsewhere: bool) -> No
     for row in names:
         config = spec.rows[row]
         workers.check(config, spec.worker)
-        if spec.worker in workers.TRAINING:
-            check_model(config.model.name)
         if not (force or elsewhere):
             nodes = launch.node_count(config, spec.nodes)
             workers.check_ranks(config.engine.world_size, nodes, devices.device_count())
@@ -222,19 +214,15 @@ def _report(spec: Spec, bad: list[str], args: argparse.Namespace, note: Callable
     return 1 if bad else 0
 
 
-def _would(spec: Spec, row: str, force: bool) -> str:
-    """What `--dry-run` says of a row: its fields, what the planner expects, its folder, and the command that runs it by
-    itself."""
-    config, folder = spec.rows[row], shown(spec.out / row)
+def _would(spec: Spec, row: str) -> str:
+    """What `--dry-run` says of a row: its fields, what the planner expects, and its folder."""
+    config = spec.rows[row]
     fields, count = not_default(config), launch.node_count(config, spec.nodes)
-    parameters = json.dumps({**_parameters(spec, row, force), "config": merged({}, fields)}, default=str)
-    papermill = ["papermill", shown(spec.notebook), f"{folder}/{spec.notebook.name}", "-y", parameters]
     return "\n".join([
         f"{row}: would run as {results.run_id(config)}",
         f"  sets       {', '.join(f'{name}={value}' for name, value in fields.items())}",
         f"  predicted  {workers.outlook(config, spec.worker, devices.device_count(), count)}",
-        f"  folder     {folder}",
-        f"  by itself  {shlex.join(['mkdir', '-p', folder])} && {shlex.join(papermill)}",
+        f"  folder     {shown(spec.out / row)}",
     ])  # fmt: skip
 
 
@@ -261,21 +249,21 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     switches = {
         "--force": "run finished rows again, rows that are predicted not to fit, and many more ranks than cores",
-        "--allow-dropped": "fine-tune though more than 1%% of the rows of the data are left out",
         "--fail-fast": "stop at the first row that fails",
-        "--dry-run": "print the fields, the prediction and the command of each row, and start nothing",
+        "--dry-run": "print the fields and the prediction of each row, and start nothing",
     }
     for name, text in switches.items():
         add(name, action="store_true", help=text)
     group = parser.add_argument_group("several nodes (env/README.md explains them)")
     _job_options(group)
     group.add_argument(
-        "--launcher", default="", metavar="CMD",
+        "--launcher", default=os.environ.get(cluster.LAUNCHER_VARIABLE, ""), metavar="CMD",
         help="the command that starts another command once on each node (default: srun, in a Slurm job)",
     )  # fmt: skip
     group.add_argument(
-        "--head", default="", metavar="HOST", help="the name or address of this node, as the other nodes reach it"
-    )
+        "--head", default=os.environ.get(cluster.HEAD_VARIABLE, ""), metavar="HOST",
+        help="the name or address of this node, as the other nodes reach it",
+    )  # fmt: skip
     group.add_argument(
         "--grace", type=float, default=os.environ.get("ALST_GRACE", "0"), metavar="SECONDS",
         help="the time from SIGTERM to the end of the job, in which a run with checkpoint_every saves its state; with "

@@ -61,15 +61,14 @@ def told(env: Mapping[str, str] = os.environ) -> Nodes:
 
 
 def here(count: int | None = None, launcher: str = "", head: str = "", env: Mapping[str, str] = os.environ) -> Nodes:
-    """The nodes that `alst run` takes: as given, as variables say, or all nodes of this Slurm job; else one.
+    """The nodes that `alst run` takes: as given, or all nodes of this Slurm job; else one.
 
     Raises:
         ValueError: there is no launcher, it cannot be found, or what is given contradicts the Slurm job.
     """
     in_job = "SLURM_JOB_ID" in env
     given = int(env.get("SLURM_JOB_NUM_NODES", 1)) if in_job else 1
-    count = count or int(env.get(NODES_VARIABLE, given))
-    launcher = launcher or env.get(LAUNCHER_VARIABLE, "")
+    count = count or given
     if in_job:
         _check_job(env, count, given, bool(launcher))
     if count == 1:
@@ -82,7 +81,7 @@ def here(count: int | None = None, launcher: str = "", head: str = "", env: Mapp
     words = tuple(shlex.split(launcher)) or _srun(count, env)
     if shutil.which(words[0]) is None:
         raise ValueError(f"--launcher {shlex.join(words)}: there is no command {words[0]!r}")
-    head = head or env.get(HEAD_VARIABLE) or (_slurm_address(env) if in_job else socket.gethostname())
+    head = head or (_slurm_address(env) if in_job else socket.gethostname())
     return Nodes(count=count, launcher=words, head=head)
 
 

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -21,25 +22,21 @@ from pathlib import Path
 from typing import Any
 
 from alstlib.config import RunConfig
-from alstlib.hf.configs import check_model
 from alstlib.planner import devices
 from alstlib.planner.preflight import step_limit, time_limit, why_not
 from alstlib.runs import cluster, locks, results, workers
 from alstlib.runs.cluster import Nodes
-from alstlib.runs.node_reports import LOST, cause, failures, lost, read_reports
 from alstlib.runs.processes import (
     GRACE_SECONDS,
     WARNED,
-    ask_where,
     die_with_parent,
-    oom_kills,
     sigterm_interrupts,
     stop,
     warnings_call,
 )
 from alstlib.runs.progress import Printer as progress_printer
-from alstlib.runs.progress import Progress, ProgressReader, log_tail, root_cause, whereabouts
-from alstlib.runs.torchrun import Attempt
+from alstlib.runs.progress import Progress, ProgressReader, log_tail, whereabouts
+from alstlib.runs.torchrun import LOST, Attempt, cause, failures, lost, read_reports
 from alstlib.units import format_seconds
 
 __all__ = ["Progress", "RunFailed", "die_with_parent", "finished", "launch", "progress_printer", "resolve"]
@@ -50,7 +47,7 @@ POLL_SECONDS = 1.0
 SETTLE_SECONDS = 5.0
 """Seconds after one node failed, in which others may say that they failed too: the first is not always heard first."""
 ASKED_SECONDS = 4.0
-"""Seconds that several nodes have to say where their ranks are."""
+"""Seconds that the nodes have to say where their ranks are."""
 
 Limit = tuple[float, str]
 """Seconds, and which limit this is."""
@@ -146,8 +143,8 @@ class _Run:
             nodes=nodes.count, head=nodes.head, env=env or {}, deadline=time.time() + limit,
         )  # fmt: skip
         self.agent: subprocess.Popen[bytes] | None = None
-        """torchrun on one node; on several nodes the launcher, such as srun."""
-        self.lost, self.oom_kills = 0, oom_kills()
+        """The agent of one node; on several nodes the launcher, such as srun."""
+        self.lost = 0
         self.reader = ProgressReader(out / "progress.jsonl")
         self.before = results.version(out / "result.json")
         results.write_json(out / "config.json", config.to_dict())
@@ -162,7 +159,7 @@ class _Run:
         Progress(self.reader.path).emit(event, row=self.config.row, message=message, **fields)
 
     def reports(self) -> list[dict[str, Any]]:
-        """What the agents of several nodes said."""
+        """What the agents of the nodes said."""
         return read_reports(self.attempt.launcher_log)
 
     def follow(self, *more: dict[str, Any]) -> bool:
@@ -189,12 +186,14 @@ class _Run:
                     self.agent.wait(GRACE_SECONDS)
         finally:
             stop(self.agent, self.attempt.id)
+            for left in Path(tempfile.gettempdir()).glob(f"{self.attempt.temporary}*"):  # of an agent that was killed
+                shutil.rmtree(left, ignore_errors=True)
 
-    def outcome(self, limit: Limit, step_limit: Limit, temporary: str) -> tuple[str, str, str]:
+    def outcome(self, limit: Limit, step_limit: Limit) -> tuple[str, str, str]:
         """Start the ranks and wait for their end; returns the status, and the kind and the words of the error where the
         worker wrote no result."""
         attempt, heard = self.attempt, time.monotonic()
-        self.agent = agent = attempt.begin(self.launcher, temporary)
+        self.agent = agent = attempt.begin(self.launcher)
         while agent.poll() is None and not failures(self.reports()):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 agent.wait(POLL_SECONDS)
@@ -215,19 +214,13 @@ class _Run:
             return "ok", "NoResult", f"{attempt.worker} ended without writing result.json"
         if code < 0 or (code > 128 and not failures(reports) and not lost(reports)):
             return "cancelled", "Cancelled", f"{program} was ended by signal {code - 128 if code > 0 else -code}"
-        if self.launcher:
-            return "error", *cause(attempt.launcher_log, attempt.nodes, ended)
-        kind, why = root_cause(attempt.logs(), oom_kills(self.oom_kills))
-        return "error", kind, why or ended
+        return "error", *cause(attempt.launcher_log, attempt.nodes, ended)
 
     def whereabouts(self, agent: subprocess.Popen[bytes]) -> str:
         """Where all ranks are: they are asked to write it down."""
-        if self.launcher:
-            agent.send_signal(signal.SIGUSR1)  # srun and mpirun hand it on
-            time.sleep(ASKED_SECONDS)
-            stopped = [rank for report in self.reports() for rank in report.get("stopped", ())]
-        else:
-            stopped = ask_where(agent.pid, self.attempt.id)
+        agent.send_signal(signal.SIGUSR1)  # srun and mpirun hand it on
+        time.sleep(ASKED_SECONDS)
+        stopped = [rank for report in self.reports() for rank in report.get("stopped", ())]
         return whereabouts(self.reader.path, self.attempt.logs(), stopped)
 
     def searches_on(self) -> bool:
@@ -290,9 +283,7 @@ def launch(
     if not force and (done := finished(config, out)):
         return done
     workers.check(config, worker)
-    if trains := worker in workers.TRAINING:
-        check_model(config.model.name)
-    gpus = devices.device_count()
+    trains, gpus = worker in workers.TRAINING, devices.device_count()
     if not force:
         workers.check_ranks(config.engine.world_size, nodes.count, gpus)
     foreseen = workers.planned(config, worker, gpus)
@@ -301,22 +292,20 @@ def launch(
         if (rest := cluster.job_seconds()) is not None and rest < limit[0]:
             limit = rest, f"its job allows, {format_seconds(rest)}"
         run = _Run(config, out, worker, on_progress, nodes, extra_env, limit[0])
-        # ranks end without tidying up, or are killed
-        with tempfile.TemporaryDirectory(prefix="alst-", ignore_cleanup_errors=True) as temporary:
-            try:
-                if not force and trains and (why := why_not(foreseen, nodes.count, gpus)):
-                    return run.end("oom", "WouldNotFit", why)
-                step = step_limit(foreseen, nodes.count, gpus, trains)
-                ended = run.outcome(limit, step, temporary)
-                while ended[0] == "error" and run.searches_on():
-                    run.stop()
-                    ended = run.outcome(limit, step, temporary)
-            except BaseException as e:
-                with contextlib.suppress(OSError):  # the result first: a kernel that shuts down gives little time
-                    run.end("cancelled" if isinstance(e, KeyboardInterrupt) else "error", type(e).__name__, str(e))
-                raise
-            finally:
+        try:
+            if not force and trains and (why := why_not(foreseen, nodes.count, gpus)):
+                return run.end("oom", "WouldNotFit", why)
+            step = step_limit(foreseen, nodes.count, gpus, trains)
+            ended = run.outcome(limit, step)
+            while ended[0] == "error" and run.searches_on():
                 run.stop()
+                ended = run.outcome(limit, step)
+        except BaseException as e:
+            with contextlib.suppress(OSError):  # the result first: a kernel that shuts down gives little time
+                run.end("cancelled" if isinstance(e, KeyboardInterrupt) else "error", type(e).__name__, str(e))
+            raise
+        finally:
+            run.stop()
         result = run.end(*ended)
     if result["status"] not in results.FINISHED:
         raise RunFailed(result, out)

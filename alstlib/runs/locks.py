@@ -20,25 +20,21 @@ PATIENCE_SECONDS = 0.5
 
 
 @contextlib.contextmanager
-def hold(folder: Path, waiting: Callable[[str], None] | None = None) -> Iterator[Callable[..., None]]:
+def hold(folder: Path) -> Iterator[Callable[..., None]]:
     """Hold a folder, made where it is not there, for this block; yields `note(**fields)`, which adds to what others
-    read about the holder.
-
-    With `waiting` another holder is waited for, and `waiting` hears who it is. A file system without locks protects
-    nothing.
+    read about the holder. A file system without locks protects nothing.
 
     Raises:
         ValueError: another process holds it (the message says which, and since when), or it cannot be written to.
     """
     with _opened(folder) as file:
-        deadline, told = time.monotonic() + PATIENCE_SECONDS, ""
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while not _lock(file, fcntl.LOCK_EX):
-            if time.monotonic() > deadline and (who := describe(read_object(folder / FILE) or {})) != told:
-                if waiting is None:
-                    raise ValueError(
-                        f"out={str(folder)!r} is in use by another run: {who}; wait for its end or name another folder"
-                    )
-                waiting(told := who)
+            if time.monotonic() > deadline:
+                raise ValueError(
+                    f"out={str(folder)!r} is in use by another run: {describe(read_object(folder / FILE) or {})}; wait "
+                    "for its end or name another folder"
+                )
             time.sleep(0.05)
         since = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         about: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}

@@ -27,8 +27,6 @@ DEADLINE_VARIABLE = "ALST_DEADLINE"
 """When the launcher will end the run, in seconds since the epoch."""
 WARNED = "warned"
 """A file in a run's folder: its time is nearly up, so it saves its state after the step that runs, and ends."""
-ANSWER_SECONDS = 1.0
-"""Seconds that a rank has to write down where it is."""
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 GRACE_SECONDS = 35.0  # longer than the 30 s that torchrun gives its ranks
@@ -85,16 +83,15 @@ def answer_where() -> None:
     faulthandler.register(signal.SIGUSR1)
 
 
-def ask_where(agent: int, run: str) -> list[int]:
-    """Have the ranks of an agent write down where they are. Returns those that cannot, because they are stopped."""
+def ask_where(run: str) -> list[int]:
+    """Called by an agent: its ranks write down where they are. Returns those that cannot, because they are stopped."""
     stopped = []
     for process in _found(run):
         with contextlib.suppress(psutil.Error, KeyError):
-            if process.ppid() == agent:
+            if process.ppid() == os.getpid():
                 process.send_signal(signal.SIGUSR1)
                 if process.status() in STOPPED:
                     stopped.append(int(process.environ()["RANK"]))
-    time.sleep(ANSWER_SECONDS)
     return sorted(stopped)
 
 

@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -36,8 +36,6 @@ SEARCHED_BYTES = 100_000
 """The part at the end of a log in which a traceback is looked for."""
 RANK_LOGS = "attempt_*/*/std*.log"
 """torchrun's files of its ranks, below a folder of its own."""
-FAILURES = "failures.json"
-"""Written by `train.agent` beside its ranks' logs: the ranks that failed, in the order in which it saw them."""
 
 
 class Progress:
@@ -168,25 +166,30 @@ def log_tail(logs: Path, limit: int = TAIL_CHARACTERS) -> str:
     return "\n".join(parts)
 
 
-def root_cause(logs: Path, oom_kills: int | None = None) -> tuple[str, str]:
-    """The rank that failed first, by what an agent wrote (FAILURES): the type of the error, `RankKilled` where a signal
-    from outside ended the rank, and what happened. `oom_kills` counts the processes that the kernel ended meanwhile for
-    lack of memory.
+def root_cause(failures: Mapping[int, Any], logs: Path, oom_kills: int | None = None) -> tuple[str, str]:
+    """The rank that failed first, of those in torchrun's `ChildFailedError.failures`: the type of the error,
+    `RankKilled` where a signal from outside ended the rank, and what happened. `oom_kills` counts the processes that
+    the kernel ended meanwhile for lack of memory.
 
-    A rank that was killed comes before ranks that ended by themselves, because these lost the connection to it.
+    Ranks that torchrun itself ended because another one had failed, by SIGTERM and 30 seconds later by SIGKILL, do not
+    count; it lists them after those that it found failed. A rank that was killed comes before ranks that ended by
+    themselves, because these lost the connection to it.
     """
-    try:
-        failures = [f for f in json.loads((logs / FAILURES).read_text()) if not f["by_agent"]]
-    except (OSError, ValueError):
-        return "RankFailed", ""
-    for failure in failures:
-        number = -failure["exitcode"]
+    (rank, first), *others = failures.items()
+    found = {rank: first}
+    for rank, failure in others:
+        killed = -failure.exitcode == signal.SIGKILL and failure.timestamp >= first.timestamp + 30
+        if not killed and -failure.exitcode != signal.SIGTERM:
+            found[rank] = failure
+    for rank, failure in found.items():
+        number = -failure.exitcode
         if number > 0 and number != signal.SIGABRT:  # a library aborts when others are gone
-            return "RankKilled", f"rank {failure['rank']} was ended by {_by_signal(number, oom_kills)}"
-    first = min(failures, key=lambda failure: failure["time"])
-    said = first["error"] or _last_error(logs, first["rank"])
+            return "RankKilled", f"rank {rank} was ended by {_by_signal(number, oom_kills)}"
+    rank = min(found, key=lambda rank: found[rank].timestamp)
+    told = found[rank].error_file_data["message"]  # a string where the rank wrote no error (torch's `record`)
+    said = (told["message"] if isinstance(told, dict) else "") or _last_error(logs, rank)
     error = f": {said.splitlines()[0]}" if said else ""
-    return "RankFailed", f"rank {first['rank']} ended with exit status {first['exitcode']}{error}"
+    return "RankFailed", f"rank {rank} ended with exit status {found[rank].exitcode}{error}"
 
 
 def _last_error(logs: Path, rank: int) -> str:

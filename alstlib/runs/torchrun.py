@@ -1,4 +1,4 @@
-"""torchrun (`alstlib.train.agent`) on the nodes of a run: its command line, its variables, and where its logs are."""
+"""torchrun (`alstlib.train.agent`) on a run's nodes: its command line and variables, its logs, and what it says."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from alstlib.planner import devices
 from alstlib.runs.processes import DEADLINE_VARIABLE, RUN_ID_VARIABLE, start
 from alstlib.sizing import cores
 
-AGENT, ATTEMPT_FLAG = "alstlib.train.agent", "--attempt"
+AGENT = "alstlib.train.agent"
 AGENT_LOG, LAUNCHER_LOG = "agent.log", "launcher.log"
 RANK_VARIABLES = ("ALST_NODE_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 """Where launchers say the rank of a node. The first is for those that set none of the others."""
 SAYS = "alst-node "
-"""Begins what a node's agent says through its launcher; JSON follows."""
+"""Begins what a node's agent says to the head; JSON follows."""
 
 _INHERITED = re.compile(
     r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|WORLD_SIZE|NAME)|NODE_RANK|MASTER_\w+|TORCHELASTIC_\w+|PET_\w+"
@@ -107,6 +107,11 @@ class Attempt:
         """Number of ranks on each node."""
         return int(self.config["engine"]["world_size"]) // self.nodes
 
+    @property
+    def temporary(self) -> str:
+        """How the names of folders begin in which agents and ranks have their temporary files."""
+        return f"alst-{self.id}-"
+
     def logs(self, node: int = 0) -> Path:
         """The folder of a node's logs. Its name says which rank is the first of another node (`progress.rank_of`)."""
         logs = Path(self.out, "logs", self.id)
@@ -114,33 +119,30 @@ class Attempt:
 
     @property
     def launcher_log(self) -> Path:
-        """What the launcher of several nodes and their agents said; no file on one node."""
+        """What agents and, on several nodes, their launcher said."""
         return self.logs() / LAUNCHER_LOG
 
-    def arguments(self, node: int = 0, config: str = "") -> list[str]:
+    def arguments(self, node: int, config: Path) -> list[str]:
         """The arguments of torchrun on a node."""
         meets = ["--nnodes", str(self.nodes), "--rdzv-endpoint", f"{self.head}:{self.port}", "--rdzv-id", self.id]
         ranks = ["--rdzv-conf", f"rank={node}", "--nproc-per-node", str(self.ranks), "--max-restarts", "0"]
         files = ["--log-dir", str(self.logs(node)), "--redirects", "3"]
         worker = [self.worker] if self.worker.endswith(".py") else ["-m", self.worker]
-        run = [*worker, "--config", config or str(Path(self.out, "config.json")), "--out", self.out]
+        run = [*worker, "--config", str(config), "--out", self.out]
         return [*meets, *ranks, *files, *run]
 
     def command(self, launcher: Sequence[str] = ()) -> list[str]:
-        """What a node runs; with a launcher, what the head runs.
+        """What the head runs: the agent of one node, or a launcher that starts one on each node.
 
-        The other nodes get the attempt as an argument: a file in the run's folder could be an older one there, because
-        shared file systems keep what they have read. It is in base64 because some launchers hand the words to a shell.
-        What a process needs before it can read its arguments comes by `env`, because some launchers hand on no
+        An agent gets the attempt as an argument: a file in the run's folder could be an older one on other nodes,
+        because shared file systems keep what they have read. It is in base64 because some launchers hand the words to a
+        shell. What a process needs before it can read its arguments comes by `env`, because some launchers hand on no
         variables.
         """
-        agent = [sys.executable, "-m", AGENT]
-        if not launcher:
-            return [*agent, *self.arguments()]
         path = import_path(os.environ.get("PYTHONPATH"))
         variables = [f"{RUN_ID_VARIABLE}={self.id}", *([f"PYTHONPATH={path}"] if path else [])]
         text = base64.urlsafe_b64encode(json.dumps(asdict(self)).encode()).decode()
-        return [*launcher, "env", *variables, *agent, ATTEMPT_FLAG, text]
+        return [*launcher, "env", *variables, sys.executable, "-m", AGENT, text]
 
     def environment(self, temporary: str) -> dict[str, str]:
         """The variables of torchrun on this node; its ranks put their temporary files into the folder `temporary`."""
@@ -149,13 +151,12 @@ class Attempt:
             extra = {"GLOO_SOCKET_IFNAME": name, **extra}  # a node's own name may mean an address of the loopback
         return environment(self.id, self.ranks, extra, self.nodes)
 
-    def begin(self, launcher: Sequence[str], temporary: str) -> subprocess.Popen[bytes]:
+    def begin(self, launcher: Sequence[str]) -> subprocess.Popen[bytes]:
         """Start it, on all nodes where there is a launcher."""
         self.logs().mkdir(parents=True, exist_ok=True)
-        if not launcher:
-            return start(self.command(), self.environment(temporary), self.logs() / AGENT_LOG)
         env = environment(self.id, self.ranks, self.env, self.nodes)
-        return start(replace(self, port=free_port(self.head)).command(launcher), env, self.launcher_log)
+        port = free_port(self.head) if launcher else 0
+        return start(replace(self, port=port).command(launcher), env, self.launcher_log)
 
 
 def read_attempt(text: str) -> Attempt:
@@ -201,3 +202,50 @@ def free_port(head: str) -> int:
         raise ValueError(
             f"--head {head}: this node cannot listen there ({e.strerror}): give one of its addresses"
         ) from e
+
+
+# What the agents say to the head, in lines of the output of what it started (`alstlib.train.agent`)
+
+LOST = ("RankKilled", "NodeLost", "NodeFailed")
+"""Kinds of errors that end the ranks of other nodes too, and that their errors do not tell."""
+
+
+def read_reports(log: Path) -> list[dict[str, Any]]:
+    """All that was said so far, in this order. Launchers may put words of their own before and between the lines."""
+    found = []
+    with contextlib.suppress(OSError):
+        for line in re.findall(rf"{SAYS}(\{{.*\}})", log.read_text(errors="replace")):
+            with contextlib.suppress(ValueError):  # half a line
+                found.append(json.loads(line))
+    return found
+
+
+def failures(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the agents said whose ranks failed and were not ended by a signal: first what the others follow from."""
+    failed = [report for report in reports if 0 < report.get("code", 0) < 128]
+    return sorted(failed, key=lambda report: report["kind"] not in LOST)
+
+
+def lost(reports: list[dict[str, Any]]) -> list[int]:
+    """Nodes that have started and have not said how they ended."""
+    ended = {report["node"] for report in reports if "code" in report}
+    return sorted({report["node"] for report in reports} - ended)
+
+
+def cause(log: Path, nodes: int, ended: str) -> tuple[str, str]:
+    """The kind of the error that ended a run, and its words, on several nodes with the node's name.
+
+    `ended` says how the launcher ended by itself, so that nodes which have not said how they ended will not say it any
+    more. It is empty where the launcher was ended because of a failure.
+    """
+    reports = read_reports(log)
+    names = {r["node"]: f"node {r['node']} ({r['name']})" if r["node"] >= 0 else r["name"] for r in reports}
+    failed, gone = failures(reports), [names[node] for node in lost(reports)]
+    words = [line for line in log.read_text(errors="replace").splitlines() if line.strip() and SAYS not in line][:8]
+    if ended and gone and not (failed and failed[0]["kind"] in LOST):
+        return "NodeLost", "; ".join([f"{' and '.join(gone)} ended without a word", ended, *words])
+    if failed:
+        where = f"{names[failed[0]['node']]}: " if nodes > 1 else ""
+        return failed[0]["kind"], f"{where}{failed[0]['why']}"
+    missing = [f"node {node} never started" for node in range(nodes) if node not in names]
+    return "LauncherFailed", "; ".join([ended, *missing, *words])

@@ -1,13 +1,13 @@
-"""torchrun as alstlib starts it, `python -m alstlib.train.agent` with torchrun's flags: it listens on one address only.
+"""torchrun as alstlib starts it, `python -m alstlib.train.agent ATTEMPT`: it listens on one address only.
 
 torchrun's own rendezvous listen on all interfaces, and `c10d` (also behind `--standalone`) unpickles what it finds in
 its store, so that a stranger on the network can run code. Here the first node's agent binds the store's socket itself,
 to the address of `--rdzv-endpoint` (port 0 takes a free one), and everybody's rank comes from `--rdzv-conf rank=N`:
 nothing is unpickled. Ended by a signal, the agent says so by its exit status, 128 and the signal's number.
 
-On several nodes a launcher such as srun starts it once on each, with `--attempt` and a `torchrun.Attempt` in place of
-torchrun's flags. What it says to the head of the run goes through the launcher's output, a line of JSON at a time, and
-the head's signals come through the launcher: SIGUSR1 asks where the ranks are, and SIGUSR2 ends them.
+The head of the run starts it with a `torchrun.Attempt`, on several nodes through a launcher such as srun, once on each.
+What it says to the head goes to its output, a line of JSON at a time, and the head's signals come through the launcher,
+where there is one: SIGUSR1 asks where the ranks are, and SIGUSR2 ends them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from alstlib.planner import devices
 from alstlib.runs import results, torchrun
 from alstlib.runs.processes import ask_where, oom_kills, signal_with_parent
-from alstlib.runs.progress import FAILURES, root_cause
+from alstlib.runs.progress import root_cause
 from alstlib.sizing import cores
 
 BACKEND = "alst"
@@ -78,50 +78,27 @@ def numa_binding(nodes: Path = Path("/sys/devices/system/node")) -> list[str]:
     return ["--numa-binding", "node"] if several and devices.device_count() and shutil.which("numactl") else []
 
 
-def write_failures(failed: ChildFailedError, logs: Path) -> None:
-    """Write beside the logs how each rank failed, and whether torchrun itself ended it because another one had failed:
-    by SIGTERM, and 30 seconds later by SIGKILL. torchrun lists these ranks after those that it found failed."""
-    found, (first, *_) = [], failed.failures.values()
-    for rank, failure in failed.failures.items():
-        ended = {-signal.SIGTERM, -signal.SIGKILL} if failure.timestamp >= first.timestamp + 30 else {-signal.SIGTERM}
-        by_agent = failure is not first and failure.exitcode in ended
-        told = failure.error_file_data["message"]  # a string where the rank wrote no error (torch's `record`)
-        error = told["message"] if isinstance(told, dict) else ""
-        about = {"rank": rank, "exitcode": failure.exitcode, "time": failure.timestamp}
-        found.append({**about, "by_agent": by_agent, "error": error})
-    (logs / FAILURES).write_text(json.dumps(found), encoding="utf-8")
-
-
-def start(arguments: list[str]) -> None:
-    """Run torchrun. It raises what torchrun raises."""
-    argv = ["--rdzv-backend", BACKEND, *numa_binding(), *arguments]
-    try:
-        run.main(argv)
-    except ChildFailedError as e:
-        write_failures(e, Path(run.parse_args(argv).log_dir))
-        raise
-
-
 def take_part(attempt: torchrun.Attempt) -> int:
-    """One node's part of an attempt on several nodes; returns its exit status."""
-    heard_by_head, rank = os.dup(sys.stdout.fileno()), -1
+    """One node's part of an attempt; returns its exit status."""
+    heard_by_head, rank = os.dup(sys.stdout.fileno()), 0 if attempt.nodes == 1 else -1
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
     def say(**fields: Any) -> None:
         line = json.dumps({"node": rank, "name": name, **fields})
         os.write(heard_by_head, f"{torchrun.SAYS}{line}\n".encode())
 
-    try:
-        rank = torchrun.node_rank(attempt.nodes)
-    except ValueError as e:
-        say(code=1, kind="NodeFailed", why=str(e))
-        return 1
+    if attempt.nodes > 1:
+        try:
+            rank = torchrun.node_rank(attempt.nodes)
+        except ValueError as e:
+            say(code=1, kind="NodeFailed", why=str(e))
+            return 1
     say()
-    signal.signal(signal.SIGUSR1, lambda *_: say(stopped=ask_where(os.getpid(), attempt.id)))
+    signal.signal(signal.SIGUSR1, lambda *_: say(stopped=ask_where(attempt.id)))
     signal.signal(signal.SIGUSR2, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     signal_with_parent(signal.SIGTERM)  # the launcher's process on this node
     os.chdir(attempt.folder)
-    with tempfile.TemporaryDirectory(prefix="alst-", ignore_cleanup_errors=True) as temporary:
+    with tempfile.TemporaryDirectory(prefix=attempt.temporary, ignore_cleanup_errors=True) as temporary:
         config, logs = Path(temporary, "config.json"), attempt.logs(rank)
         results.write_json(config, dict(attempt.config))
         logs.mkdir(parents=True, exist_ok=True)
@@ -131,31 +108,22 @@ def take_part(attempt: torchrun.Attempt) -> int:
         variables, kills = attempt.environment(temporary), oom_kills()
         os.environ.clear()
         os.environ.update(variables)
+        end: dict[str, Any] = {"code": 1, "kind": "NodeFailed"}
         try:
-            start(attempt.arguments(rank, str(config)))
-            end: dict[str, Any] = {"code": 0}
+            run.main(["--rdzv-backend", BACKEND, *numa_binding(), *attempt.arguments(rank, config)])
+            end = {"code": 0}
         except SignalException as e:
             end = {"code": 128 + e.sigval}
-        except ChildFailedError:
+        except ChildFailedError as e:
             traceback.print_exc()
-            kind, why = root_cause(logs, oom_kills(kills))
-            end = {"code": 1, "kind": kind, "why": why}
+            end["kind"], end["why"] = root_cause(e.failures, logs, oom_kills(kills))
         except Exception as e:
             traceback.print_exc()
-            end = {"code": 1, "kind": "NodeFailed", "why": f"{type(e).__name__}: {e}"}
+            end["why"] = f"{type(e).__name__}: {e}"
         say(**end)
         return int(end["code"])
 
 
-def main() -> None:
-    rendezvous_handler_registry.register(BACKEND, _create)
-    if sys.argv[1:2] == [torchrun.ATTEMPT_FLAG]:
-        sys.exit(take_part(torchrun.read_attempt(sys.argv[2])))
-    try:
-        start(sys.argv[1:])
-    except SignalException as e:
-        sys.exit(128 + e.sigval)
-
-
 if __name__ == "__main__":
-    main()
+    rendezvous_handler_registry.register(BACKEND, _create)
+    sys.exit(take_part(torchrun.read_attempt(sys.argv[1])))

@@ -25,7 +25,7 @@ def initialize(
         check_shared(model.__dict__[ATTACHED]().facts.shared, run.engine.zero_stage == 3)
     import deepspeed
 
-    operators.load(told)
+    operators.leave_out()
     told(f"starting DeepSpeed, ZeRO {run.engine.zero_stage}")
     parameters = sum(p.numel() for p in model.parameters())
     config, scheduler = engine_config(run, parameters, bf16), None

@@ -140,8 +140,8 @@ class FineTune(Training):
         if account.lost > MOST_LOST * rows and not self.run.data.allow_dropped:
             raise ValueError(
                 f"{account.lost} of {rows} rows of '{name}' ({account.lost / rows:.1%}) would be left out, more than "
-                f"{MOST_LOST:.0%}: mend them, or leave them out with allow_dropped: true (alst run --allow-dropped). "
-                + "; ".join(lost)
+                f"{MOST_LOST:.0%}: mend them, or leave them out with data.allow_dropped: true "
+                "(alst run --set data.allow_dropped=true). " + "; ".join(lost)
             )
         self.notes += lost
         if not split and (long := sum(size > limit for size in sizes)):

@@ -65,7 +65,7 @@ class Stack:
         self.sequences = 1
         self.stores: list[HostStore] = []
         self.notes: list[str] = []
-        operators.load()  # some stacks reach for them before our `initialize` does, and would compile them each time
+        operators.leave_out()  # some stacks reach for them before our `initialize` does
         arrival = load_on_first(run, torch.bfloat16 if bf16 else torch.float32, device)
         model, config = arrival.model, None
         if name in OURS:

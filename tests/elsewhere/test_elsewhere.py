@@ -51,7 +51,7 @@ class Place:
 
     def run(self, *command, limit=600.0):
         """What a command says that must succeed."""
-        named = ("PATH", "CI", "OMP_NUM_THREADS", "HF_HUB_OFFLINE", "TORCH_EXTENSIONS_DIR")
+        named = ("PATH", "CI", "OMP_NUM_THREADS", "HF_HUB_OFFLINE")
         env = {n: os.environ[n] for n in named if n in os.environ} | {"HOME": str(Path.home())}
         env |= {"TMPDIR": str(self.mine / "tmp"), "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", **self.env}
         (self.mine / "tmp").mkdir(exist_ok=True)

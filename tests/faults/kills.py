@@ -3,8 +3,7 @@
 A chain is one run of `alst run` with a tiny model: it is started, one of its processes gets a signal at one moment, and
 the same command is given again, until the chain's kills are used up. Then it must finish, with the losses of a run that
 nobody disturbed. After each kill the command must end, no process of it may be left a minute later, and what
-`alst status` tells of the run must be true. Every eighth chain begins without DeepSpeed's compiled operators, and its
-kills come while they are compiled. `make test-faults ARGS='--kills 60 --seed 1'` runs them.
+`alst status` tells of the run must be true. `make test-faults ARGS='--kills 60 --seed 1'` runs them.
 """
 
 import contextlib
@@ -25,7 +24,6 @@ from alstlib.runs import status
 from alstlib.runs.processes import processes
 from alstlib.runs.progress import ProgressReader
 from alstlib.runs.results import read_result
-from alstlib.train.operators import FOLDER_VARIABLE
 
 MARK = "ALST_KILLS"
 PATIENCE_SECONDS = 900.0
@@ -47,7 +45,6 @@ SPEC = {
 }
 STEP = "step "
 MOMENTS = ("command", "notebook", "torchrun", "loading", "engine", *(f"{STEP}{n}" for n in range(1, STEPS + 1, 3)))
-COMPILING = "compiling"
 VICTIMS = ("command", "kernel", "torchrun", "rank", "all")
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 WORDS = {
@@ -61,14 +58,12 @@ HEADING = "| run | moment | who | signal | exit status | alst status | nothing l
 class Chain:
     """One folder, and the command that is given again and again."""
 
-    def __init__(self, folder, number=0, operators=None):
+    def __init__(self, folder, number=0):
         self.folder, self.number, self.mark = folder, number, uuid.uuid4().hex
         self.row = folder / "out" / "alst"
         folder.mkdir(parents=True)
         (folder / "spec.yaml").write_text(yaml.safe_dump(SPEC))
         self.env = {**os.environ, MARK: self.mark, "OMP_NUM_THREADS": "1"}
-        if operators is not None:
-            self.env[FOLDER_VARIABLE] = str(operators)
 
     @contextlib.contextmanager
     def started(self):
@@ -101,8 +96,8 @@ class Chain:
         return [pid for pid, line in found.items() if WORDS[victim] in line and pid not in agents]
 
     def reached(self, moment):
-        if word := {COMPILING: "cc1plus", "notebook": WORDS["kernel"]}.get(moment):
-            return any(word in line for line in self.processes().values())
+        if moment == "notebook":
+            return any(WORDS["kernel"] in line for line in self.processes().values())
         events = ProgressReader(self.row / "progress.jsonl").read()
         if moment.startswith(STEP):
             return any((event.get("step") or 0) >= int(moment.removeprefix(STEP)) for event in events)
@@ -182,10 +177,9 @@ def campaign(kills, seed, folder, chain=4, beside=2):
     def disturb(first):
         """So many kills of one run; then it must finish."""
         number, left = first // chain, min(chain, kills - first)
-        compiles, draw = number % 8 == 1, random.Random(f"{seed} {number}")
-        run = Chain(folder / f"run-{number}", number, folder / f"operators-{number}" if compiles else None)
+        draw, run = random.Random(f"{seed} {number}"), Chain(folder / f"run-{number}", number)
         while left:
-            moment = draw.choice((COMPILING,) if compiles else MOMENTS)
+            moment = draw.choice(MOMENTS)
             if (killed := run.kill(moment, draw)) is None:  # it was done before it was hit: again, from the beginning
                 compare(run, run.losses())
                 shutil.rmtree(run.folder / "out")

@@ -40,9 +40,12 @@ def start(what, out, on_progress=None, **fields):
 
 
 def processes_of(out):
-    """Every other living process that names the folder `out`: papermill, the agent and its ranks."""
+    """Every other living process that names the folder `out`, or is of an attempt in it: papermill, agent and ranks."""
     lines = {p.pid: " ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])}
-    return {pid: line for pid, line in lines.items() if str(out) in line and pid != os.getpid()}
+    named = {pid: line for pid, line in lines.items() if str(out) in line and pid != os.getpid()}
+    for attempt in out.glob("**/logs/*"):
+        named |= processes.processes(attempt.name)
+    return named
 
 
 def in_thread(what, out, **fields):
@@ -213,6 +216,7 @@ def test_torchrun_that_is_ended_from_outside(tmp_path, number):
     assert raised[0].result["error"]["message"] == f"torchrun was ended by signal {int(number)}"
     assert results.read_result(tmp_path / "result.json")["status"] == "cancelled"
     assert not processes_of(tmp_path)
+    assert not list(Path(tempfile.gettempdir()).glob(f"alst-{next((tmp_path / 'logs').iterdir()).name}*"))
 
 
 def test_the_notebook_refuses_unknown_names_in_two_lines(tmp_path):
@@ -410,7 +414,8 @@ def test_ranks_are_told_the_time_limit(tmp_path, monkeypatch, timeout, job, seco
         monkeypatch.setenv(JOB_END_VARIABLE, str(time.time() + job))
     with pytest.raises(OSError, match="not now"):
         launch.launch(RunConfig(limits={"timeout": timeout}), tmp_path)
-    deadline = float(start.call_args.args[1]["ALST_DEADLINE"])
+    attempt = torchrun.read_attempt(start.call_args.args[0][-1])
+    deadline = float(attempt.environment("/nowhere")["ALST_DEADLINE"])
     assert deadline == pytest.approx(time.time() + seconds, abs=60)
     (told,) = [e for e in ProgressReader(tmp_path / "progress.jsonl").read() if e["event"] == "start"]
     assert ("the time limit is" in told["message"]) == (timeout != 0)

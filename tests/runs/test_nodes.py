@@ -19,7 +19,7 @@ from test_launch import PATHS, in_thread, processes_of, start
 
 from alstlib import sizing
 from alstlib.planner import devices
-from alstlib.runs import cli, cluster, launch, node_reports, processes, results, torchrun
+from alstlib.runs import cli, cluster, launch, processes, results, torchrun
 
 TWICE = shlex.join([sys.executable, str(Path(__file__).with_name("twice.py"))])
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3", "SLURM_CPUS_ON_NODE": "16", "SLURM_GPUS_ON_NODE": "8"}
@@ -53,7 +53,6 @@ def agent_of(out, node):
     (SLURM, (1,), 1, "", "127.0.0.1"),
     (SLURM, (2, "true -n 2"), 2, "true -n 2", "10.0.0.7"),
     ({}, (2, "true -n 'a b'", "n1"), 2, "true -n 'a b'", "n1"),
-    ({"ALST_NODES": "4", "ALST_LAUNCHER": "true", "ALST_HEAD": "n7"}, (), 4, "true", "n7"),
     ({}, (2, "true"), 2, "true", socket.gethostname()),
 ])  # fmt: skip
 def test_which_nodes_there_are(monkeypatch, env, given, count, launcher, head):
@@ -128,9 +127,8 @@ def attempt(**fields):
 
 def test_what_other_nodes_get_is_one_argument_that_any_shell_leaves_alone(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "")
-    *start, flag, text = attempt(head="n1").command(["pdsh", "-w", "n[1-2]"])
+    *start, text = attempt(head="n1").command(["pdsh", "-w", "n[1-2]"])
     assert start[:5] == ["pdsh", "-w", "n[1-2]", "env", "ALST_RUN_ID=a"]
-    assert flag == torchrun.ATTEMPT_FLAG
     assert shlex.quote(text.replace("=", "")) == text.replace("=", "")
     assert torchrun.read_attempt(text) == attempt(head="n1")
 
@@ -166,7 +164,10 @@ def test_nodes_are_submitted_as_a_job(tmp_path, monkeypatch, alst, spec):
     assert f"--time=60 --partition=a b {cluster.TEMPLATE} {words}" in given, "all but what is about the job"
 
 
-def test_the_grace_can_be_a_variable(monkeypatch, capsys, spec):
+def test_options_can_be_variables(monkeypatch, capsys, alst, spec):
+    monkeypatch.setenv("ALST_LAUNCHER", "no-such-launcher")
+    monkeypatch.setenv("ALST_NODES", "2")
+    assert "--launcher no-such-launcher: there is no command" in alst(f"run {spec}", 2)
     monkeypatch.setenv("ALST_GRACE", "soon")
     with pytest.raises(SystemExit):
         cli.main(["run", str(spec)])
@@ -300,10 +301,10 @@ def ends(node, code, kind="RankFailed"):
 
 def test_what_nodes_say_is_found_in_the_launchers_words(tmp_path):
     log = tmp_path / "launcher.log"
-    assert node_reports.read_reports(log) == []
+    assert torchrun.read_reports(log) == []
     lines = [f"{torchrun.SAYS}{json.dumps(starts(n))}" for n in (0, 1)]
     log.write_text(f"srun: hello\n1: {lines[1]}\n[1,0]<stdout>:{lines[0]}\n{torchrun.SAYS}{{half")
-    assert node_reports.read_reports(log) == [starts(1), starts(0)]
+    assert torchrun.read_reports(log) == [starts(1), starts(0)]
 
 
 @pytest.mark.parametrize("reports, ended, kind, words", [
@@ -319,7 +320,7 @@ def test_who_ended_a_run(tmp_path, reports, ended, kind, words):
     said = [] if reports is None else [starts(0), starts(1), *reports]
     lines = [f"{torchrun.SAYS}{json.dumps(report)}" for report in said]
     (tmp_path / "launcher.log").write_text("\n".join([*lines, "srun: n1: Killed"]))
-    assert node_reports.cause(tmp_path / "launcher.log", 2, ended) == (kind, words)
+    assert torchrun.cause(tmp_path / "launcher.log", 2, ended) == (kind, words)
 
 
 # What a job has

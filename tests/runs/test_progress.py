@@ -248,19 +248,17 @@ def test_after_a_timeout_the_rank_that_others_wait_for_comes_first(tmp_path):
     assert where().count(": waited in _all_reduce (loader.py, line 190)") == 4
 
 
-def failed(logs, *ended, error_file=""):
-    """What the agent writes of ranks that ended so, with exit codes and in the order in which torchrun lists them. The
-    first has an error file."""
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-
-    from alstlib.train.agent import write_failures
+def failed(*ended, error_file=""):
+    """torchrun's failures of ranks that ended so, with exit codes and in the order in which it lists them. The first
+    has an error file."""
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
     failures = {}
     for rank, code, *later in ended:
         file = "" if failures else str(error_file)
         failures[rank] = ProcessFailure(local_rank=rank, pid=30 + rank, exitcode=code, error_file=file)
         failures[rank].timestamp += sum(later)
-    write_failures(ChildFailedError("a worker", failures), logs)
+    return failures
 
 
 @pytest.mark.parametrize("ended, kills, kind, says", [
@@ -279,9 +277,7 @@ def failed(logs, *ended, error_file=""):
 ])  # fmt: skip
 def test_the_rank_that_failed_first(tmp_path, ended, kills, kind, says):
     """What torchrun itself ended says nothing, and a rank that aborts has lost another."""
-    assert progress.root_cause(tmp_path) == ("RankFailed", "")
-    failed(tmp_path, *ended)
-    found, why = progress.root_cause(tmp_path, kills)
+    found, why = progress.root_cause(failed(*ended), tmp_path, kills)
     assert (found, why.startswith(says)) == (kind, True), why
 
 
@@ -294,9 +290,9 @@ def test_the_error_of_a_rank_is_what_torchs_record_wrote(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     with pytest.raises(ZeroDivisionError):
         worker.run_worker("", lambda *_: None)
-    failed(tmp_path, (1, 1), (0, -15), error_file=tmp_path / "error.json")
+    failures = failed((1, 1), (0, -15), error_file=tmp_path / "error.json")
     says = "rank 1 ended with exit status 1: ZeroDivisionError: division by zero"
-    assert progress.root_cause(tmp_path) == ("RankFailed", says)
+    assert progress.root_cause(failures, tmp_path) == ("RankFailed", says)
 
 
 def test_the_error_of_a_rank_without_an_error_file(tmp_path):
@@ -304,8 +300,8 @@ def test_the_error_of_a_rank_without_an_error_file(tmp_path):
     for logs, folder in ((tmp_path, "1"), (tmp_path / "node1.rank1", "0")):  # where the node's first rank is rank 1
         log = logs / "id" / "attempt_0" / folder / "stderr.log"
         log.parent.mkdir(parents=True)
-        failed(logs, (1, 1), (0, -15))
+        failures = failed((1, 1), (0, -15))
         log.write_text("a warning")
-        assert progress.root_cause(logs)[1] == "rank 1 ended with exit status 1"
+        assert progress.root_cause(failures, logs)[1] == "rank 1 ended with exit status 1"
         log.write_text('Traceback (most recent call last):\n  File "a.py", line 1, in f\n    f(x\nImportError: no b\n')
-        assert progress.root_cause(logs)[1] == "rank 1 ended with exit status 1: ImportError: no b"
+        assert progress.root_cause(failures, logs)[1] == "rank 1 ended with exit status 1: ImportError: no b"
