@@ -199,7 +199,7 @@ class HostStore:
         self._granted = self._spare = 0
         """Bytes of this forward that may be taken without asking for room, and bytes by which its slabs may be larger
         than what they hold."""
-        self._streams: tuple[Any, Any] | None = None
+        self._streams: Any = None
         self._own: Copies | None = None
 
     def room(self) -> int:

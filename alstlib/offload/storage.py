@@ -26,29 +26,23 @@ class Storage(Protocol):
 
     def room(self) -> int:
         """Bytes that may still be taken."""
-        ...
 
     def ticket(self, after: Any = None) -> Any:
         """A ticket for what one checkpoint keeps; `after` is the ticket that is read just before it. What a ticket
         holds is given up when the ticket is."""
-        ...
 
     def put(self, ticket: Any, x: Tensor) -> None:
         """Keep x under a ticket."""
-        ...
 
     def get(self, ticket: Any, device: torch.device) -> list[Tensor]:
         """The tensors of a ticket, on the device, for the only time."""
-        ...
 
     def lease(self, shape: Sequence[int], dtype: torch.dtype, pin: torch.device | None) -> Tensor:
         """A tensor of the CPU that is not yet written, stored here until nobody has it or a view of it; `pin` is the
         device that copies it, if one does."""
-        ...
 
     def copies(self, device: torch.device) -> Copies | None:
         """What copies leased tensors beside the computation of a device; None where copies wait for each other."""
-        ...
 
 
 class Copies:
