@@ -248,6 +248,7 @@ def first_difference(
 
 def small_options(given: Mapping[str, Any]) -> tuple[alstlib.Options, int | None, dict[str, list[Any]]]:
     """The options and the block, with tiles, chunks and blocks so small that a slice has several; and what they were.
+    All blocks of experts are taken as token-wise, because the comparison shows those that are not.
 
     Raises:
         ValueError: no option, or one that is no proof of anything.
@@ -262,7 +263,7 @@ def small_options(given: Mapping[str, Any]) -> tuple[alstlib.Options, int | None
     was |= {"chunk": options.chunk, "block": block}
     now = {n: MOST[n] if v in (True, "auto") else min(v, MOST[n]) for n, v in was.items() if v}
     tiles = {part: now.get(f"tiles.{part}", False) for part in parts}
-    small = options.replace(tiles=tiles, chunk=now.get("chunk"))
+    small = options.replace(tiles=tiles, chunk=now.get("chunk"), experts_by_token=True)
     return small, now.get("block"), {n: [was[n], v] for n, v in now.items()}
 
 
