@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ from alstlib.config import RunConfig, value_of
 from alstlib.hf.configs import check_model
 from alstlib.hf.public_models import SHAPES
 from alstlib.options import check_names, plain_value
-from alstlib.planner import devices, preflight
+from alstlib.planner import preflight
+from alstlib.runs import packages
 from alstlib.sizing import cores
 
 ABLATION, FINETUNE = "alstlib.train.ablation", "alstlib.train.finetune"
@@ -68,17 +68,9 @@ def check(run: RunConfig, worker: str) -> None:
             raise ValueError(
                 f"{name}={plain_value(value)!r} is a field of the worker {other}, but this run's worker is {worker}"
             )
-    fine_tuning = worker == FINETUNE
-    needed = ["trl", "peft", "accelerate"] if fine_tuning else []
-    if not fine_tuning or (devices.device_count() and not run.engine.fsdp):
-        needed.append("deepspeed")
-    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
-        raise ValueError(
-            f"{worker} needs {', '.join(missing)}, not installed here; to install: "
-            f"{sys.executable} -m pip install {' '.join(missing)}"
-        )
-    if fine_tuning:
-        _check_trainer(run)
+    if worker == FINETUNE:
+        _check_libraries(run)
+    packages.check(run, fine_tuning=worker == FINETUNE)
     check_model(run.model.name)
 
 
@@ -105,21 +97,27 @@ def check_ranks(ranks: int, nodes: int, gpus: int, given: str = "engine.world_si
         )
 
 
-def _check_trainer(run: RunConfig) -> None:
+def _check_libraries(run: RunConfig) -> None:
+    if missing := [name for name in ("trl", "peft", "accelerate") if importlib.util.find_spec(name) is None]:
+        raise ValueError(f"fine-tuning needs {', '.join(missing)}: pip install 'alstlib[trainer]'")
     for name in run.optim.trainer:
         if name in OURS:
             raise ValueError(
                 f"optim.trainer={{{name!r}: {run.optim.trainer[name]!r}}} is set by alstlib: give {OURS[name]} instead"
             )
-    known = [*_fields("trl", "trainer/sft_config.py", "trainer/base_config.py")]
-    known += _fields("transformers", "training_args.py")
-    check_names(run.optim.trainer, known, "field of SFTConfig in optim.trainer")
-    check_names(run.model.lora or {}, [*_fields("peft", "tuners/lora/config.py", "config.py")],
-                "field of LoraConfig in model.lora")  # fmt: skip
+    if known := [*_fields("trl", "trainer/sft_config.py", "trainer/base_config.py"),
+                 *_fields("transformers", "training_args.py")]:  # fmt: skip
+        check_names(run.optim.trainer, known, "field of SFTConfig in optim.trainer")
+    _check_adapter(run)
     if run.optim.trainer.get("push_to_hub") and not run.output.save_to:
         raise ValueError(
             "optim.trainer={'push_to_hub': True} needs output.save_to, the folder where the model is saved first"
         )
+
+
+def _check_adapter(run: RunConfig) -> None:
+    if known := list(_fields("peft", "tuners/lora/config.py", "config.py")):
+        check_names(run.model.lora or {}, known, "field of LoraConfig in model.lora")
     if run.model.lora is not None and run.output.save_to and run.model.name in SHAPES and not run.output.merge_lora:
         raise ValueError(
             f"model={run.model.name!r} has random weights, and an adapter saved without them is of no use: give "

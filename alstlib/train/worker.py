@@ -19,7 +19,6 @@ from alstlib.config import RunConfig
 from alstlib.data.corpus import get_tokenizer, has_tokenizer, load_corpus
 from alstlib.data.formats import only_tokens
 from alstlib.hf.models import model_config
-from alstlib.hf.public_models import SHAPES
 from alstlib.mesh import SPContext, accelerator, gather_text, join, join_fake, own_device, take_device
 from alstlib.offload.ledger import ran_out
 from alstlib.planner import devices
@@ -27,6 +26,7 @@ from alstlib.planner.fits import known_only
 from alstlib.planner.machine import machine_of
 from alstlib.planner.preflight import as_metrics, foretell, step_limit
 from alstlib.runs import results, workers
+from alstlib.runs.packages import tokenizer_name
 from alstlib.runs.processes import answer_where, die_with_parent
 from alstlib.runs.progress import Progress
 from alstlib.train.resume import Timeout, Warned, of_first
@@ -131,8 +131,8 @@ class Training(Job):
 
     def _tokenizer(self) -> Any:
         """The run's tokenizer; None where the data are tokens already."""
-        run, own = self.run, self.run.data.tokenizer == "auto" and self.run.model.name not in SHAPES
-        name = run.model.name if own else run.data.tokenizer
+        run, name = self.run, tokenizer_name(self.run)
+        own = name != run.data.tokenizer  # the model's
         if run.data.tokenizer == "auto" and only_tokens(self.corpus) and not (own and has_tokenizer(name)):
             return None
         corpus, size = None if run.data.name == "stdlib" else self.corpus, min(self.vocabulary, 8192)
