@@ -99,6 +99,7 @@ class Question:
 
     @property
     def shortest(self) -> int:
+        """Tokens of the shortest sample that is tried."""
         return 8 * self.ranks
 
     @property
@@ -107,9 +108,11 @@ class Question:
         return loading(self.shape, self.run, self.machine) if self.preset == "ours" else Loading()
 
     def at(self, seq_len: int) -> Prediction:
+        """The prediction for samples of so many tokens."""
         return predict(self.shape, self.run, self.machine, seq_len, self.preset)
 
     def longest(self) -> Prediction | None:
+        """The prediction for the longest sample that fits; None where none does."""
         return longest(self.shape, self.run, self.machine, preset=self.preset)
 
     def beyond(self, best: Prediction | None) -> Prediction:
