@@ -99,12 +99,14 @@ class Layout:
         for part in self.own:
             mine, upstream, sums = part.call(*kept), part.queries(dout), (part.keys(dk), part.keys(dv))
             if part.spans:
-                made = attention_backward_rows(backend, upstream, mine, sums, rule=rule, spans=part.spans)
+                rows = attention_backward_rows(backend, upstream, mine, sums, rule=rule, spans=part.spans)
+                part.queries(dq).copy_(rows)
+                del rows  # not beside what the next part makes
             else:
                 made, *grads = attention_backward(backend, upstream, mine, rule=rule, cu_seqlens=self.documents)
+                part.queries(dq).copy_(made)
                 for total, grad in zip(sums, grads):
                     total.add_(grad)
-            part.queries(dq).copy_(made)
         return dq, dk.to(kept.k.dtype), dv.to(kept.v.dtype)
 
     def parts(self, q: Tensor, first: int, last: int) -> list[Part]:
@@ -134,8 +136,8 @@ class WholeHeads(Layout):
     def swap(self, queries: Sequence[Tensor], keys: Sequence[Tensor]) -> list[Tensor]:
         if self.split or not keys:
             return self.exchange.to_heads(*queries, *keys)
-        shared = self.exchange.shared_to_heads(*keys)
-        return [*self.exchange.to_heads(*queries), *shared] if queries else shared
+        made = self.exchange.to_heads(*queries) if queries else []  # first: shared keys are the larger, once they came
+        return [*made, *self.exchange.shared_to_heads(*keys)]
 
     def swap_back(self, queries: Tensor, *keys: Tensor) -> list[Tensor]:
         if self.split or not keys:

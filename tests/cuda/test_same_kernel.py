@@ -27,8 +27,8 @@ def test_one_kernel_for_every_decoder(name):
     ctx = alstlib.SPContext()
     attention = [a for call in check_model(zoo.build(name), ctx, "sdpa").calls for a in call.attention]
     assert attention
-    op = UlyssesAttention(ctx)
     for capability in (8, 9, 10):
+        op = UlyssesAttention(ctx)  # which keeps what it has chosen for a device
         with fake_cuda((capability, 0)):
             for a, dtype in ((a, dtype) for a in attention for dtype in (torch.bfloat16, torch.float32)):
                 chosen = []
