@@ -43,6 +43,7 @@ class Handle:
         self.notes: list[str] = [f"chunk='auto' took {self.chunk:,} tokens"] if options.chunk == "auto" else []
         """What was not tiled or not kept, and why: one sentence for each."""
         self.plan = MemoryPlan(ctx, options, facts, self.store, self.notes)
+        """What the last forward kept for backward, and where."""
         self.edits = Edits()
         self.head: TiledHead | None = None
         """The model's tiled head; None where the loss is left untiled."""
