@@ -142,7 +142,7 @@ MUTATIONS = {
         checkpoints._recompute, "with member.replay(), torch.enable_grad()", "with torch.enable_grad()", "kept"
     ),
     "dropout: other masks where an input is made again": Mutation(
-        checkpoints._Member.again, "with torch.no_grad(), self.replay()", "with torch.no_grad()", "kept"
+        checkpoints._Checkpointed.again, "with torch.no_grad(), self.replay()", "with torch.no_grad()", "kept"
     ),
     "dropout: other masks in a chunk": Mutation(
         chunked._recompute, "with replay(), torch.enable_grad()", "with torch.enable_grad()", "host"
