@@ -1,6 +1,7 @@
 """The engine: what it saves is what it trained, and the fields of a run reach it."""
 
 import json
+import sys
 from unittest import mock
 
 import pytest
@@ -20,6 +21,7 @@ from alstlib.hf.saving import save_model
 from alstlib.hf.zero_config import engine_config
 from alstlib.planner.model_states import Sizes, model_states
 from alstlib.train import engine as engines
+from alstlib.train import operators
 from alstlib.train.engine import host_tensors, initialize, take_step
 
 IDS = torch.arange(24).view(1, -1) % 96
@@ -29,6 +31,13 @@ def test_layers_that_share_weights_are_refused_before_zero3_starts():
     model = zoo.build_hybrid("zamba2")
     with alstlib.apply(model), pytest.raises(ValueError, match="trains and is used in several parts of the model"):
         initialize(RunConfig(engine={"zero_stage": 3}), model, False)
+
+
+def test_nothing_of_deepspeed_is_compiled(monkeypatch):
+    backend = sys.modules["deepspeed.comm.torch"]
+    monkeypatch.setattr(backend, "build_shm_op", lambda: pytest.fail("it is compiled"))
+    operators.leave_out()
+    assert backend.build_shm_op() is None
 
 
 def train_and_save(rank, world, kind, folder, tied):
