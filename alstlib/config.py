@@ -27,7 +27,6 @@ from alstlib.options import (
     Name,
     Natural,
     Options,
-    Part,
     Rate,
     Seconds,
     Settings,
@@ -35,6 +34,7 @@ from alstlib.options import (
     Stage,
     Text,
     Texts,
+    TiledPart,
     check_names,
     group_of,
 )
@@ -51,7 +51,7 @@ def nearest_path(path: Path) -> str:
     return f"did you mean '{parent / near[0]}'?" if near else f"its folder {parent} has nothing of a similar name"
 
 
-class Group(Settings):
+class ConfigGroup(Settings):
     """One group of a run's settings."""
 
     @classmethod
@@ -59,7 +59,7 @@ class Group(Settings):
         return f"field of {cls.__name__.lower()}"
 
 
-class Model(Group):
+class Model(ConfigGroup):
     """What is trained."""
 
     name: Text = "small"
@@ -79,7 +79,7 @@ class Model(Group):
     """Fine-tuning: fields of peft's LoraConfig, such as {r: 16}; None: all weights are trained."""
 
 
-class Data(Group):
+class Data(ConfigGroup):
     """What it is trained on."""
 
     name: Text = "stdlib"
@@ -99,7 +99,7 @@ class Data(Group):
     """Fine-tuning: whether more than 1% of the rows of the data may be left out."""
 
 
-class Engine(Group):
+class Engine(ConfigGroup):
     """On which ranks it runs, and where these keep weights, gradients and the optimizer's states."""
 
     world_size: Natural = 0
@@ -128,7 +128,7 @@ class Engine(Group):
         return self
 
 
-class Optim(Group):
+class Optim(ConfigGroup):
     """How it is trained."""
 
     steps: Count = 3
@@ -149,7 +149,7 @@ class Optim(Group):
     """Fine-tuning: fields of TRL's SFTConfig, which override those above."""
 
 
-class Limits(Group):
+class Limits(ConfigGroup):
     """How far it may go."""
 
     device_memory: Bytes | None = None
@@ -163,7 +163,7 @@ class Limits(Group):
     predicts no time."""
 
 
-class Output(Group):
+class Output(ConfigGroup):
     """What it leaves, and what it continues."""
 
     save_to: Text | None = None
@@ -178,7 +178,7 @@ class Output(Group):
     """The training state is saved every so many steps; 0: never."""
 
 
-class Search(Group):
+class Search(ConfigGroup):
     """How the longest sequence that fits is searched for, from `data.seq_len` on."""
 
     granule: Count = 256
@@ -187,7 +187,7 @@ class Search(Group):
     """The search ends at this length in tokens; None: no limit."""
 
 
-class Contrib(Group):
+class Contrib(ConfigGroup):
     """Parts without a promise to combine with everything (`alstlib/contrib`)."""
 
     sparse: Fields | None = None
@@ -341,7 +341,7 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
         within = before if isinstance(before, Mapping) else {}
         if inside.startswith("tiles."):  # one of the parts that `tiles` counts for
             tiles = within.get("tiles", Options().tiles)
-            each = tiles if isinstance(tiles, Mapping) else dict.fromkeys(typing.get_args(Part), tiles)
+            each = tiles if isinstance(tiles, Mapping) else dict.fromkeys(typing.get_args(TiledPart), tiles)
             inside, value = "tiles", {**each, inside.removeprefix("tiles."): value}
         if inside:
             value = {inside: value}

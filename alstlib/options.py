@@ -191,8 +191,8 @@ Kernel = Literal[
 """Names of attention kernels, which `alstlib/kernels/backends.py` implements."""
 
 Core = Annotated[Callable[..., Any], Works("a function (q, k, v, *, scale, causal) -> (out, lse)")]
-Part = Literal["mlp", "loss", "norm"]
-Tiles = Annotated[dict[Part, Tile], Works("a mapping of 'mlp', 'loss' and 'norm' to such values")]
+TiledPart = Literal["mlp", "loss", "norm"]
+Tiles = Annotated[dict[TiledPart, Tile], Works("a mapping of 'mlp', 'loss' and 'norm' to such values")]
 Place = Literal["auto", "device", "host"]
 
 
@@ -268,7 +268,7 @@ class Options(Settings):
                 raise ValueError(f"on_host={self.on_host!r} needs the loss in tiles: give tiles={{'loss': True, ...}}")
         return self
 
-    def tile(self, part: Part) -> bool | int:
+    def tile(self, part: TiledPart) -> bool | int:
         """Whether this part runs in tiles: False, True (the tile is chosen) or the tile in tokens."""
         return self.tiles.get(part, False) if isinstance(self.tiles, dict) else self.tiles
 

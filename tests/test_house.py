@@ -5,6 +5,7 @@ import graphlib
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import alstlib
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "alstlib"
+REFEREE = ROOT / "papermill_runs" / "referee"
 
 
 LAYERS = (
@@ -104,6 +106,12 @@ def test_imports_go_downward_without_a_circle():
     assert allowed - upward == set(), "exceptions that are not needed any more"
     graph = {name: taken - {"alstlib"} for name, taken in graph.items()}
     tuple(graphlib.TopologicalSorter(graph).static_order())  # raises with the circle
+
+
+def test_every_class_has_a_name_of_its_own():
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in [*PACKAGE.rglob("*.py"), *REFEREE.glob("*.py")]]
+    names = Counter(node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_the_check_of_imports_sees_those_that_hide(tmp_path):

@@ -18,7 +18,7 @@ from alstlib.linear.ways import StateLayer
 from alstlib.mesh import SPContext
 from alstlib.offload.courier import Travel
 from alstlib.offload.host_store import HostStore, Mode
-from alstlib.options import Options, Part
+from alstlib.options import Options, TiledPart
 from alstlib.recompute import entered
 from alstlib.streaming.pages import PageChooser
 from alstlib.tiled.loss import TiledHead
@@ -79,7 +79,7 @@ class Handle:
         """Bytes that this rank's attention has sent to other ranks since `apply`."""
         return self.attention.exchange.bytes_sent
 
-    def tile(self, part: Part) -> int | None:
+    def tile(self, part: TiledPart) -> int | None:
         """Tokens of one tile of this part; None: they are chosen by the tensors' sizes."""
         asked = self.options.tile(part)
         return None if asked is True else int(asked)

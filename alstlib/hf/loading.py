@@ -25,7 +25,7 @@ KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "OSError": OSErro
 """Errors of rank 0 that the others raise too; they raise a RuntimeError for any other."""
 
 
-class Arrival:
+class UnplacedModel:
     """A model whose weights are still to arrive: its parameters have their shapes, dtypes and device, but no memory.
 
     Made by `load_on_first`; `alstlib.apply` takes the model, and `place` brings the weights.
@@ -49,9 +49,9 @@ class Arrival:
 class _InTurn(nn.Module):
     """A module whose parameters arrive while they are looked through."""
 
-    def __init__(self, arrival: Arrival) -> None:
+    def __init__(self, unplaced: UnplacedModel) -> None:
         super().__init__()
-        self.arriving = arrival.parameters()
+        self.arriving = unplaced.parameters()
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         return self.arriving
@@ -78,7 +78,7 @@ def _skeleton(run: RunConfig, dtype: torch.dtype) -> PreTrainedModel:
     return made.train()
 
 
-def load_on_first(run: RunConfig, dtype: torch.dtype, device: torch.device) -> Arrival:
+def load_on_first(run: RunConfig, dtype: torch.dtype, device: torch.device) -> UnplacedModel:
     """The run's model on every rank, with its weights on rank 0's host only. A collective.
 
     Raises:
@@ -100,7 +100,7 @@ def load_on_first(run: RunConfig, dtype: torch.dtype, device: torch.device) -> A
     assert model is not None
     waiting = {name: p.data for name, p in model.named_parameters()} if first else {}
     _hollow(model, everyone[0]["tensors"], device)
-    return Arrival(model, waiting, device)
+    return UnplacedModel(model, waiting, device)
 
 
 def _hollow(model: nn.Module, tensors: dict[str, Any], device: torch.device) -> None:
@@ -133,13 +133,13 @@ def _send(t: Tensor) -> None:
         dist.broadcast(t.view(-1).view(torch.uint8), 0)
 
 
-def place(arrival: Arrival, config: dict[str, Any]) -> None:
+def place(unplaced: UnplacedModel, config: dict[str, Any]) -> None:
     """Bring the weights to where an engine of this DeepSpeed configuration wants them: under ZeRO-3 in parts."""
     if config["zero_optimization"]["stage"] == 3:
         import deepspeed
 
-        deepspeed.zero.Init(module=_InTurn(arrival), config_dict_or_path=config)
+        deepspeed.zero.Init(module=_InTurn(unplaced), config_dict_or_path=config)
         return
-    for p in arrival.parameters():
-        p.data = p.data.to(arrival.device).contiguous()
+    for p in unplaced.parameters():
+        p.data = p.data.to(unplaced.device).contiguous()
         _send(p.data)

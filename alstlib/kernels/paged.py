@@ -52,7 +52,7 @@ class Pages(Protocol):
 
 
 @dataclass(frozen=True)
-class Part:
+class HeadPart:
     """Some of a rank's heads, or rows of one head, as views of stored tensors, and what they see."""
 
     queries: Callable[[Tensor], Tensor]
@@ -68,9 +68,9 @@ class Part:
         """The part's views of a call's tensors."""
         return Attended(self.queries(q), self.keys(k), self.keys(v), self.queries(out), self.queries(lse))
 
-    def some(self, kv: range, each: int) -> Part:
+    def some(self, kv: range, each: int) -> HeadPart:
         """Its key/value heads `kv`, with `each` query heads to each of them."""
-        return Part(
+        return HeadPart(
             lambda x: self.queries(x)[:, kv.start * each : kv.stop * each],
             lambda x: self.keys(x)[:, kv.start : kv.stop],
             self.spans,
@@ -87,7 +87,7 @@ class Choice:
     heads: int
     """Number of the model's query heads."""
 
-    def of(self, part: Part, batch: int, page: int) -> list[Part]:
+    def of(self, part: HeadPart, batch: int, page: int) -> list[HeadPart]:
         """The heads of a part that see this page, neighbours together."""
         if page >= self.seen.shape[2]:
             return [part]
@@ -104,10 +104,10 @@ class Choice:
 
 
 def _calls(
-    parts: Iterable[Part], rule: Rule, page: int, own: int, choice: Choice | None
-) -> dict[int, list[tuple[Part, Span, Piece]]]:
+    parts: Iterable[HeadPart], rule: Rule, page: int, own: int, choice: Choice | None
+) -> dict[int, list[tuple[HeadPart, Span, Piece]]]:
     """The calls on each page that is needed, the queries' own first."""
-    calls: dict[int, list[tuple[Part, Span, Piece]]] = defaultdict(list)
+    calls: dict[int, list[tuple[HeadPart, Span, Piece]]] = defaultdict(list)
     for part in parts:
         for span in part.spans:
             for at, piece in pieces_of_pages(span, rule.window, page):
@@ -123,7 +123,7 @@ def forward(
     width: int,
     pages: Pages,
     own: int,
-    parts: Sequence[Part],
+    parts: Sequence[HeadPart],
     rule: Rule,
     sinks: Tensor | None = None,
     choice: Choice | None = None,
@@ -160,7 +160,7 @@ def backward(
     lse: Tensor,
     pages: Pages,
     own: int,
-    parts: Sequence[Part],
+    parts: Sequence[HeadPart],
     rule: Rule,
     choice: Choice | None = None,
 ) -> tuple[Tensor, Page]:

@@ -36,7 +36,7 @@ HARMLESS = {"apply_mask_to_padding_states", "causal_conv1d_update"}
 
 
 @dataclass(frozen=True)
-class Part:
+class LayerPart:
     """The convolution or the recurrence of one mixer: what it hands on goes from rank to rank, and from chunk to
     chunk."""
 
@@ -123,7 +123,7 @@ class Adapter:
         return calls - {cls.one_token, cls.fused} == {CONVOLUTION, cls.recurrence} - {""}
 
     @classmethod
-    def forward(cls, mixer: nn.Module, part: Callable[[str], Part]) -> Callable[..., Any]:
+    def forward(cls, mixer: nn.Module, part: Callable[[str], LayerPart]) -> Callable[..., Any]:
         """The mixer's forward over ranks; `part` gives its part by the name of a function."""
         own = plain_forward(mixer)
         ours: dict[str, Callable[..., Any]] = {CONVOLUTION: _convolution, cls.recurrence: cls.mix, cls.fused: _none}
@@ -139,7 +139,7 @@ class Adapter:
         return functools.partial(over, mixer)
 
     @staticmethod
-    def mix(part: Part, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def mix(part: LayerPart, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What `theirs`, the function named `recurrence`, gives for these arguments, over ranks."""
         raise NotImplementedError
 
@@ -149,7 +149,7 @@ def _none(*_: Any, **__: Any) -> None:
 
 
 def _convolution(
-    part: Part, theirs: Callable[..., Tensor], hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None,
+    part: LayerPart, theirs: Callable[..., Tensor], hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None,
     activation: str | None = None, **_: Any,
 ) -> Tensor:  # fmt: skip
     weight, *more = in_order([t for t in (weight, bias) if t is not None])

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from alstlib.linear.adapter import Adapter, Part
+from alstlib.linear.adapter import Adapter, LayerPart
 from alstlib.linear.adapters import adapter_of
 
 
@@ -20,7 +20,7 @@ def attach_states(handle: Any) -> None:
 
 def _attach(handle: Any, mixer: nn.Module, adapter: type[Adapter]) -> None:
     original = mixer.forward
-    over = adapter.forward(mixer, lambda name: Part(handle, (mixer, name), adapter.family))
+    over = adapter.forward(mixer, lambda name: LayerPart(handle, (mixer, name), adapter.family))
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return (original if handle.plain else over)(*args, **kwargs)

@@ -27,7 +27,7 @@ class Carried:
     """What the parts of a layer (or of a model) hand from chunk to chunk. Each part has a key of its own."""
 
     def __init__(self) -> None:
-        self.before: dict[Hashable, dict[int, _Held]] = {}
+        self.before: dict[Hashable, dict[int, _EndState]] = {}
         """What chunks begin with, by their first row."""
         self.grads: dict[Hashable, Tensor] = {}
         """Gradients of what the chunk handed on that is next in backward."""
@@ -50,7 +50,7 @@ class Carried:
             keep: a later chunk will ask for what this one hands on.
             courier: takes that to the host, and brings it back; None: it stays on the device.
         """
-        (first, last), before = rows, self.before.setdefault(key, {0: _Held(None, None)})
+        (first, last), before = rows, self.before.setdefault(key, {0: _EndState(None, None)})
         start = (before.pop(first) if forget else before[first]).get()
         if graph and start is not None:
             start = _Begins.apply(self, key, start, *inputs)
@@ -58,7 +58,7 @@ class Carried:
         if graph:
             return _HandsOn.apply(out, end, self, key)
         if keep and last < length:
-            before[last] = _Held(end, courier)
+            before[last] = _EndState(end, courier)
         return out
 
     def drop(self, first: int) -> None:
@@ -67,7 +67,7 @@ class Carried:
             parts.pop(first, None)
 
 
-class _Held:
+class _EndState:
     """What a chunk begins with: zeros (None), or a tensor on the device or on the host."""
 
     def __init__(self, tensor: Tensor | None, courier: Courier | None) -> None:

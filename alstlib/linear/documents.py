@@ -31,7 +31,7 @@ MOST_DOCUMENTS = 512
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedDocuments:
     """Documents that are stored one after the other in n tokens, as kernels take them."""
 
     offsets: Tensor
@@ -50,7 +50,7 @@ class Run:
     """Their index in a batch of documents; None: the call takes them as they are stored."""
     shape: tuple[int, int] = (0, 0)
     """(N, T) of that batch."""
-    packed: Packed | None = None
+    packed: PackedDocuments | None = None
     """The documents that they hold; None: each row is one."""
     goes_on: bool = False
     """Whether its document has begun on an earlier rank."""
@@ -118,7 +118,7 @@ def _packed(spans: Sequence[Span], device: torch.device) -> Iterator[Run]:
         some = list(row)
         offsets = torch.tensor([0, *accumulate(span.rows for span in some)])
         index = torch.cat([torch.full((span.rows,), i, dtype=torch.int32) for i, span in enumerate(some)])
-        yield _stored(some, packed=Packed(offsets.to(device), index[None].to(device)))
+        yield _stored(some, packed=PackedDocuments(offsets.to(device), index[None].to(device)))
 
 
 def _side_by_side(spans: Sequence[Span], device: torch.device) -> Iterator[Run]:

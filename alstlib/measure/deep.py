@@ -22,7 +22,7 @@ from torch import nn
 from alstlib.config import RunConfig
 from alstlib.measure.simulate import Simulated, decoder_layers, layer_of, roomy, run_model, whole_model
 from alstlib.measure.small import LAYERS
-from alstlib.options import Part
+from alstlib.options import TiledPart
 from alstlib.sizing import page_rows, tile_for
 from alstlib.tiled.compute import TileRule
 
@@ -124,7 +124,7 @@ class Deep:
     @functools.cached_property
     def tiles(self) -> set[int]:
         """Sizes of the tiles that a step of the shallowest model asks for."""
-        found = {size for part in get_args(Part) if (size := self.run.options.tile(part)) and size is not True}
+        found = {size for part in get_args(TiledPart) if (size := self.run.options.tile(part)) and size is not True}
 
         whole = tile_for(self.model.get_input_embeddings().weight.shape[1], 2, self.device)
 

@@ -47,7 +47,7 @@ WEIGHTS = {"cuda": 64 * MIB, "cpu": 4 * MIB}
 REPEATS = 5
 
 
-class Rates(Job):
+class MeasureRates(Job):
     """Measures on one rank; rank 0's metrics are the result."""
 
     def __init__(self, run: RunConfig, out: Path) -> None:
@@ -234,4 +234,4 @@ def _driver() -> str | None:
 
 
 if __name__ == "__main__":
-    run_worker(__doc__, Rates)
+    run_worker(__doc__, MeasureRates)

@@ -28,7 +28,7 @@ from alstlib.hf.support import check_model, heads_of
 from alstlib.measure.deep import kinds_of_layers
 from alstlib.measure.simulate import decoder_layers
 from alstlib.measure.small import LONGEST, VOCAB, build, first_of_each, kinds_in_lists, shrunk
-from alstlib.options import Part
+from alstlib.options import TiledPart
 from alstlib.units import IGNORE
 
 REFUSALS = (ValueError, NotImplementedError)
@@ -253,7 +253,7 @@ def small_options(given: Mapping[str, Any]) -> tuple[alstlib.Options, int | None
     Raises:
         ValueError: no option, or one that is no proof of anything.
     """
-    block, parts = given.get("block"), get_args(Part)
+    block, parts = given.get("block"), get_args(TiledPart)
     options = alstlib.Options(**{n: v for n, v in given.items() if n != "block"})
     if block is not None and options.chunk is not None:
         raise ValueError(

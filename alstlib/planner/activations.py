@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from alstlib.config import RunConfig
-from alstlib.options import Options, Part
+from alstlib.options import Options, TiledPart
 from alstlib.planner.fits import Lines, StepQuestion, element_bytes, in_layer, lines_at, part_of
 from alstlib.planner.model_shapes import Shape
 from alstlib.planner.streaming import Streaming, copied_bytes, host_room, kv_on_host, output_bytes, streaming_of
@@ -168,7 +168,7 @@ def _asked(
     options = run.options
     place = "none" if not streaming.hidden else "hidden+kv" if streaming.kv else "hidden"
     decided: dict[str, Any] = {
-        "tiles": {part: options.tile(part) for part in get_args(Part)}, "checkpoint": options.checkpoint,
+        "tiles": {part: options.tile(part) for part in get_args(TiledPart)}, "checkpoint": options.checkpoint,
         "save_attention": save and options.checkpoint, "offload": bool(options.offload), "chunk": run.chunk,
         "on_host": place if run.chunk is not None else "auto",
         "linear_attention": options.linear_attention if shape.recurrence else "auto",

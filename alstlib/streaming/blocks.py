@@ -30,7 +30,7 @@ from alstlib.linear.carried import Carried, Step
 from alstlib.offload.checkpoints import Saved
 from alstlib.offload.courier import Courier
 from alstlib.streaming.chunked import RowChunk
-from alstlib.streaming.pages import LayerPages, _empty, _Held, _zeros
+from alstlib.streaming.pages import LayerPages, _empty, _Page, _zeros
 from alstlib.ulysses.attention import UlyssesAttention
 
 
@@ -63,7 +63,7 @@ class BlockPages(LayerPages):
         page = self.held[self.open]
         page.first = max(0, first - self.open * self.rows)
         if page.first >= page.device[0].shape[0]:
-            self.held[self.open] = _Held()
+            self.held[self.open] = _Page()
         elif page.first:
             page.device = [t[page.first :].clone() for t in page.device]
         self.close()
@@ -82,7 +82,7 @@ class BlockPages(LayerPages):
 
     def drop(self, index: int) -> None:
         """Let a page go altogether."""
-        self.held[index] = _Held()
+        self.held[index] = _Page()
         self.open = None
 
 

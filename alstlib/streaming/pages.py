@@ -21,7 +21,7 @@ from alstlib.offload.courier import Courier
 from alstlib.ulysses.alltoall import Exchange
 
 
-class _Held:
+class _Page:
     """One page: on the device, on the host, or on both."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class LayerPages:
 
     def __init__(self, length: int, rows: int, courier: Courier | None = None) -> None:
         self.length, self.rows, self.courier = length, rows, courier
-        self.held = [_Held() for _ in range(-(-length // rows))]
+        self.held = [_Page() for _ in range(-(-length // rows))]
         self.whole: list[Tensor] = []
         """Without a courier, what the pages are parts of: k and v [S, B, K, D], and the sums of their gradients."""
         self.filled = 0
@@ -91,7 +91,7 @@ class LayerPages:
         if before is None or before == index or self.courier is None:
             return
         if before > index:
-            self.held[before] = _Held()
+            self.held[before] = _Page()
         else:
             self._leave(self.held[before])
 
@@ -101,17 +101,17 @@ class LayerPages:
             self._leave(self.held[self.open])
         self.open = None
 
-    def _leave(self, page: _Held) -> None:
+    def _leave(self, page: _Page) -> None:
         assert self.courier is not None
         if not page.host:
             page.host = self._send(page, page.device, [])
         page.device = []
         self._send_sums(page)
 
-    def _send_sums(self, page: _Held) -> None:
+    def _send_sums(self, page: _Page) -> None:
         page.host_sums, page.sums = self._send(page, page.sums, page.host_sums), []
 
-    def _send(self, page: _Held, tensors: Sequence[Tensor], to: list[Tensor]) -> list[Tensor]:
+    def _send(self, page: _Page, tensors: Sequence[Tensor], to: list[Tensor]) -> list[Tensor]:
         """Send a page's tensors to the host: to where they lay before, if they did. Returns where they lie."""
         assert self.courier is not None
         if not to:

@@ -54,15 +54,15 @@ class AblationRun(Training):
         super().__init__(run, out)
         self.say(f"loading {run.model.name}")
         self.ctx = alstlib.SPContext.create(run.engine.sp)
-        arrival = load_on_first(run, self.dtype, self.device)
-        model = arrival.model
+        unplaced = load_on_first(run, self.dtype, self.device)
+        model = unplaced.model
         self.flops = flop_dimensions(model)
         put_liger(run, model, self.gpu)
         self.handle = alstlib.apply(model, self.ctx, run.options)
         if run.contrib.sparse is not None:
             select_pages(self.handle, Sparse(**run.contrib.sparse))
         torch.manual_seed(run.optim.seed + 1 + self.rank)  # dropout masks differ between shards
-        self.engine = initialize(run, model, self.bf16, self.say, arrival)
+        self.engine = initialize(run, model, self.bf16, self.say, unplaced)
         budget = run.limits.device_memory
         if budget is None and self.gpu and run.search:
             # a margin for what the allocator does not count: context, communication buffers, fragments

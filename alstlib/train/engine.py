@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from alstlib.config import RunConfig
-from alstlib.hf.loading import Arrival, place
+from alstlib.hf.loading import UnplacedModel, place
 from alstlib.hf.support import check_shared
 from alstlib.hf.zero_config import engine_config
 from alstlib.mesh import ATTACHED
@@ -18,7 +18,7 @@ from alstlib.train import operators
 
 def initialize(
     run: RunConfig, model: Any, bf16: bool, told: Callable[[str], None] = lambda message: None,
-    arrival: Arrival | None = None,
+    unplaced: UnplacedModel | None = None,
 ) -> Any:  # fmt: skip
     """The DeepSpeed engine of an attached model, whose weights may be on their way; `told` hears what takes time."""
     if ATTACHED in model.__dict__:
@@ -35,8 +35,8 @@ def initialize(
             ramp = run.optim.warmup_steps + 1
             return torch.optim.lr_scheduler.LambdaLR(adam, lambda done: min(1.0, (done + 1) / ramp))
 
-    if arrival is not None:
-        place(arrival, config)
+    if unplaced is not None:
+        place(unplaced, config)
     engine, *_ = deepspeed.initialize(model=model, config=config, lr_scheduler=scheduler, dist_init_required=False)
     reserve_adam_state(engine)
     return engine

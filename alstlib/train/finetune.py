@@ -158,15 +158,15 @@ class FineTune(Training):
 
         run = self.run
         self.say(f"loading {run.model.name}")
-        arrival = load_on_first(run, self.dtype, self.device)
-        put_liger(run, arrival.model, self.gpu)
-        deepspeed = engine_config(run, sum(p.numel() for p in arrival.model.parameters()), self.bf16)
-        place(arrival, deepspeed if self.engine.startswith("zero") else {"zero_optimization": {"stage": 0}})
+        unplaced = load_on_first(run, self.dtype, self.device)
+        put_liger(run, unplaced.model, self.gpu)
+        deepspeed = engine_config(run, sum(p.numel() for p in unplaced.model.parameters()), self.bf16)
+        place(unplaced, deepspeed if self.engine.startswith("zero") else {"zero_optimization": {"stage": 0}})
         args = SFTConfig(**settings(run, self.engine, self.bf16, self.out / "checkpoints", deepspeed))
         lora = {"task_type": "CAUSAL_LM", "target_modules": "all-linear", **(run.model.lora or {})}
         cls: Any = SPTrainer
         return cls(
-            model=arrival.model, args=args, train_dataset=data, eval_dataset=others, processing_class=self.tokenizer,
+            model=unplaced.model, args=args, train_dataset=data, eval_dataset=others, processing_class=self.tokenizer,
             peft_config=None if run.model.lora is None else LoraConfig(**lora), sp=run.engine.sp, alst=run.options,
         )  # fmt: skip
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from alstlib.train.engine import adam_of, masters, reserve_adam_state
 
 
-class Piece(NamedTuple):
+class StatePiece(NamedTuple):
     """One rank's part of a flattened tensor, and where it belongs."""
 
     held: Tensor
@@ -55,7 +55,7 @@ class HeldState:
         """AdamW's count of steps. It is one for all: DeepSpeed makes zeros of gradients that a step has not."""
         self.shapes = {name: list(piece.whole) for name, piece in self.pieces.items()}
 
-    def _piece(self, p: Any, key: str) -> Piece:
+    def _piece(self, p: Any, key: str) -> StatePiece:
         whole = tuple(getattr(p, "ds_shape", p.shape))
         size = here = math.prod(whole)
         master, offset, start = self.flat[0], 0, 0
@@ -75,7 +75,7 @@ class HeldState:
             master, start = self.flat[fragment.param_group_index], fragment.lp_fragment_address.start
             offset, here = fragment.hp_fragment_address.start, fragment.hp_fragment_address.numel
         held = master if key == "weight" else self.adam.state[master][key]
-        return Piece(held.detach().view(-1)[offset : offset + here], start, whole, shared)
+        return StatePiece(held.detach().view(-1)[offset : offset + here], start, whole, shared)
 
     def own(self) -> dict[str, Tensor]:
         """What this rank saves, by `name@start@size`: each element is saved by one rank, and of shared pieces they take

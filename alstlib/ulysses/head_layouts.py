@@ -25,7 +25,7 @@ from alstlib.kernels.attention import (
     with_sinks,
 )
 from alstlib.kernels.backends import Backend
-from alstlib.kernels.paged import Part
+from alstlib.kernels.paged import HeadPart
 from alstlib.kernels.rule import Attended, Rule
 from alstlib.kernels.spans import Documents, document_spans
 from alstlib.ulysses.alltoall import Exchange, whole_heads
@@ -41,7 +41,9 @@ class Layout:
         own: the heads of this rank, as views of its tensors in head layout; without spans they see all documents.
     """
 
-    def __init__(self, exchange: Exchange, documents: Documents, batch: int, length: int, own: Sequence[Part]) -> None:
+    def __init__(
+        self, exchange: Exchange, documents: Documents, batch: int, length: int, own: Sequence[HeadPart]
+    ) -> None:
         self.exchange, self.documents, self.batch, self.length, self.own = exchange, documents, batch, length, own
 
     def swap(self, queries: Sequence[Tensor], keys: Sequence[Tensor]) -> list[Tensor]:
@@ -84,7 +86,7 @@ class Layout:
         return out, lse
 
     def _attend(
-        self, backend: Backend, part: Part, q: Tensor, k: Tensor, v: Tensor, rule: Rule, sinks: Tensor | None
+        self, backend: Backend, part: HeadPart, q: Tensor, k: Tensor, v: Tensor, rule: Rule, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Attention of a part, whose tensors these are."""
         how: Any = {"cu_seqlens": self.documents, "spans": part.spans, "length": self.length}
@@ -109,7 +111,7 @@ class Layout:
                     total.add_(grad)
         return dq, dk.to(kept.k.dtype), dv.to(kept.v.dtype)
 
-    def parts(self, q: Tensor, first: int, last: int) -> list[Part]:
+    def parts(self, q: Tensor, first: int, last: int) -> list[HeadPart]:
         """What this rank attends with when queries are rows [first, last) over pages of keys."""
         every = document_spans(self.documents, self.batch, self.length, first, last)
         return [replace(part, spans=part.spans or every) for part in self.own]
@@ -130,7 +132,7 @@ class WholeHeads(Layout):
     ) -> None:
         each = heads // exchange.ranks
         mine = slice(exchange.rank * each, (exchange.rank + 1) * each)
-        super().__init__(exchange, documents, batch, length, [Part(_as_it_is, _as_it_is, (), mine)])
+        super().__init__(exchange, documents, batch, length, [HeadPart(_as_it_is, _as_it_is, (), mine)])
         self.kv_heads, self.split = kv_heads, kv_heads % exchange.ranks == 0
 
     def swap(self, queries: Sequence[Tensor], keys: Sequence[Tensor]) -> list[Tensor]:
@@ -217,7 +219,7 @@ def _as_it_is(x: Tensor) -> Tensor:
     return x
 
 
-def _part(group: Group, batch: int) -> Part:
+def _part(group: Group, batch: int) -> HeadPart:
     """A group of heads of the stored queries [1, 1, rows, ...], as views [B, heads, S, ...], and of the keys."""
     rows = 1 if group.spans else batch
 
@@ -226,7 +228,7 @@ def _part(group: Group, batch: int) -> Part:
         return mine.view(group.heads, rows, -1, *x.shape[3:]).transpose(0, 1)
 
     heads = slice(group.first_head, group.first_head + group.heads)
-    return Part(queries, lambda x: x[:, group.kv : group.kv + 1], group.spans or (), heads)
+    return HeadPart(queries, lambda x: x[:, group.kv : group.kv + 1], group.spans or (), heads)
 
 
 class Layouts:

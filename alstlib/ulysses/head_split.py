@@ -36,7 +36,7 @@ GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 @dataclass(frozen=True)
-class Part:
+class HeadShare:
     """What one rank has of one query head: its queries from share `lo` to share `hi` (`Shares`)."""
 
     head: int
@@ -48,10 +48,12 @@ class Part:
         return self.lo == 0 and self.hi == 1
 
 
-def parts_of(heads: int, ranks: int, rank: int) -> list[Part]:
+def parts_of(heads: int, ranks: int, rank: int) -> list[HeadShare]:
     """The heads and parts of heads of a rank, in order."""
     lo, hi = Fraction(heads * rank, ranks), Fraction(heads * (rank + 1), ranks)
-    return [Part(h, max(lo - h, Fraction(0)), min(hi - h, Fraction(1))) for h in range(math.floor(lo), math.ceil(hi))]
+    return [
+        HeadShare(h, max(lo - h, Fraction(0)), min(hi - h, Fraction(1))) for h in range(math.floor(lo), math.ceil(hi))
+    ]
 
 
 SHORT = 128
@@ -224,13 +226,13 @@ class Plan:
         assert at == self.stored
         return found
 
-    def _rows_of(self, part: Part) -> Iterator[tuple[Span, int, int]]:
+    def _rows_of(self, part: HeadShare) -> Iterator[tuple[Span, int, int]]:
         """(document, first, last of a run of its tokens) of a part, in the order in which they are stored."""
         for i, lo, hi in self._shares.between(part.lo, part.hi):
             for first, last in folded_rows(self.spans[i].rows, lo, hi):
                 yield self.spans[i], first, last
 
-    def _spans(self, part: Part, first: int) -> tuple[list[Span], int]:
+    def _spans(self, part: HeadShare, first: int) -> tuple[list[Span], int]:
         """The runs of a part as spans over the keys of their documents, and the number of their queries."""
         spans: list[Span] = []
         at = 0

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import alstlib
 from alstlib.config import RunConfig
 from alstlib.data.shard import WHOLE, shard_batch
-from alstlib.hf.loading import Arrival, load_on_first, place
+from alstlib.hf.loading import UnplacedModel, load_on_first, place
 from alstlib.offload.host_store import HostStore
 from alstlib.options import check_names
 from alstlib.train import operators
@@ -66,8 +66,8 @@ class Stack:
         self.stores: list[HostStore] = []
         self.notes: list[str] = []
         operators.leave_out()  # some stacks reach for them before our `initialize` does
-        arrival = load_on_first(run, torch.bfloat16 if bf16 else torch.float32, device)
-        model, config = arrival.model, None
+        unplaced = load_on_first(run, torch.bfloat16 if bf16 else torch.float32, device)
+        model, config = unplaced.model, None
         if name in OURS:
             self.loss = self._ours(model, OURS[name])
         elif name == "readme":
@@ -78,7 +78,7 @@ class Stack:
         else:
             self.loss = self._plain(model)
         self.model = model
-        self.engine: Any = _own_engine(arrival, config) if config else initialize(run, model, bf16, arrival=arrival)
+        self.engine: Any = _own_engine(unplaced, config) if config else initialize(run, model, bf16, unplaced=unplaced)
 
     def step(self, sample: Mapping[str, Tensor], update: bool = True) -> float:
         """One optimizer step on a whole sample [1, S] that every rank has; returns the loss."""
@@ -168,11 +168,11 @@ class Stack:
         return loss
 
 
-def _own_engine(arrival: Arrival, config: dict[str, Any]) -> Any:
+def _own_engine(unplaced: UnplacedModel, config: dict[str, Any]) -> Any:
     import deepspeed
 
-    place(arrival, config)
-    return deepspeed.initialize(model=arrival.model, config=config)[0]
+    place(unplaced, config)
+    return deepspeed.initialize(model=unplaced.model, config=config)[0]
 
 
 def _checkpoint(model: Any) -> None:

@@ -330,7 +330,7 @@ def trained(rank, world, out, budget):
 
     def load(run, dtype, where):
         """Not by `p.data = ...`, which takes a parameter to CUDA but not to this device."""
-        return loading.Arrival(models.load_model(run, dtype).to(where), {}, where)
+        return loading.UnplacedModel(models.load_model(run, dtype).to(where), {}, where)
 
     out.mkdir()
     gc.collect()

@@ -110,7 +110,7 @@ MUTATIONS = {
         "[sums, sums.new_zeros(lacking, *sums.shape[1:])]", BLOCKS,
     ),
     "blocks: sums go with the keys": Mutation(
-        blocks.BlockPages.leave, "self.held[self.open].device = []", "self.held[self.open] = _Held()", BLOCKS
+        blocks.BlockPages.leave, "self.held[self.open].device = []", "self.held[self.open] = _Page()", BLOCKS
     ),
     # checkpoints
     "segment: every input is made from the first": Mutation(

@@ -23,17 +23,17 @@ def config_of(stage, **changes):
 
 
 def arrives(rank, world, run, stage, offload):
-    arrival = load_on_first(run, torch.float32, torch.device("cpu"))
-    model, plain = arrival.model, load_model(run, torch.float32)
+    unplaced = load_on_first(run, torch.float32, torch.device("cpu"))
+    model, plain = unplaced.model, load_model(run, torch.float32)
     hollow = storage_bytes(model.parameters()) < 1000
     tied = model.lm_head.weight is model.get_input_embeddings().weight
-    place(arrival, config_of(stage, offload_params=offload))
+    place(unplaced, config_of(stage, offload_params=offload))
     want, got = dict(plain.named_parameters()), {n: w.clone() for n, w in full_weights(model)}
     return {
         "names": [*got] == [*want], "same": same(got, want),
         "buffers": same(dict(model.named_buffers()), dict(plain.named_buffers())),
         "partitioned": all(hasattr(p, "ds_id") for p in model.parameters()),
-        "tied": tied, "hollow": hollow, "waiting": len(arrival.waiting), "training": model.training,
+        "tied": tied, "hollow": hollow, "waiting": len(unplaced.waiting), "training": model.training,
     }  # fmt: skip
 
 
@@ -108,9 +108,9 @@ def peak_while_loading(rank, world, run):
     gc.collect()  # of what other tests left, nothing goes meanwhile
     with Ledger() as ledger:  # on a CPU it sees host memory
         start = ledger.device_bytes
-        arrival = load_on_first(run, torch.float32, torch.device("cpu"))
-        sizes = [p.numel() * 4 for p in arrival.model.parameters()]
-        place(arrival, config_of(3))
+        unplaced = load_on_first(run, torch.float32, torch.device("cpu"))
+        sizes = [p.numel() * 4 for p in unplaced.model.parameters()]
+        place(unplaced, config_of(3))
         for _ in range(100):  # gloo's thread may hold what it sent last for a moment after the ranks go on
             gc.collect()
             if (kept := ledger.device_bytes - start) < sum(sizes) / 2 + 50_000:

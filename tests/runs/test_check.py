@@ -22,7 +22,7 @@ def measure(rank, world, out):
     small = {"LENGTHS": {"cpu": (32, 64)}, "ROWS": {"cpu": 16}, "MESSAGE": {"cpu": 4096}, "WEIGHTS": {"cpu": 1000}}
     run = RunConfig(model={"name": "tiny"}, engine={"world_size": world, "sp": world})
     with mock.patch.multiple(machine_rates, **small):
-        return machine_rates.Rates(run, Path(out))()
+        return machine_rates.MeasureRates(run, Path(out))()
 
 
 def test_two_ranks_measure_and_a_plan_reads_it(ranks2, tmp_path, capsys, alst):

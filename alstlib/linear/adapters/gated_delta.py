@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alstlib.linear.adapter import Adapter, Part, takes
-from alstlib.linear.documents import Packed
+from alstlib.linear.adapter import Adapter, LayerPart, takes
+from alstlib.linear.documents import PackedDocuments
 from alstlib.linear.rule import StateRule
 
 
@@ -45,7 +45,7 @@ class GatedDelta(Adapter):
 
     @staticmethod
     def mix(
-        part: Part, theirs: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor,
+        part: LayerPart, theirs: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor,
         use_qk_l2norm_in_kernel: bool = False, **_: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
         def run(tensors: Sequence[Tensor], **how: Any) -> Any:
@@ -55,7 +55,7 @@ class GatedDelta(Adapter):
         def kernel(*tensors: Tensor, initial_state: Tensor | None) -> Any:
             return run(tensors, initial_state=initial_state, output_final_state=True)
 
-        def packed(*tensors: Tensor, documents: Packed) -> Tensor:
+        def packed(*tensors: Tensor, documents: PackedDocuments) -> Tensor:
             return run(tensors, initial_state=None, output_final_state=False, cu_seqlens=documents.offsets)[0]
 
         rule = GatedDeltaRule(kernel, packed=packed if takes(theirs, "cu_seqlens") else None)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from alstlib.linear.adapter import Adapter, Part
+from alstlib.linear.adapter import Adapter, LayerPart
 from alstlib.linear.rule import StateRule
 
 MADE_OF = {"qkv_proj", "act_fn", "norm", "output_gate", "out_proj", "slope_rate", "block_size", "head_dim"}
@@ -24,11 +24,11 @@ class Lightning(Adapter):
         return not calls and {*mixer._modules, *mixer._buffers, *mixer.__dict__}.issuperset(MADE_OF)
 
     @classmethod
-    def forward(cls, mixer: nn.Module, part: Callable[[str], Part]) -> Callable[..., Any]:
+    def forward(cls, mixer: nn.Module, part: Callable[[str], LayerPart]) -> Callable[..., Any]:
         return functools.partial(_forward, part(""), mixer)
 
 
-def _forward(part: Part, mixer: Any, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+def _forward(part: LayerPart, mixer: Any, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
     """By the mixer's own modules."""
     qkv = mixer.act_fn(mixer.qkv_proj(hidden_states))
     qkv = qkv.reshape(*hidden_states.shape[:2], -1, 3 * mixer.head_dim)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from alstlib.linear.adapter import Adapter, Part, in_order
+from alstlib.linear.adapter import Adapter, LayerPart, in_order
 from alstlib.linear.pass_state import pass_state
 from alstlib.linear.rule import StateRule
 from alstlib.tiled.compute import tiled_compute
@@ -82,7 +82,7 @@ class Mamba1(Adapter):
 
     @staticmethod
     def mix(
-        part: Part, theirs: Callable[..., Any], hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
+        part: LayerPart, theirs: Callable[..., Any], hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
         D: Tensor, z: Tensor, delta_bias: Tensor, delta_softplus: bool = False, return_last_state: bool = False,
         **how: Any,
     ) -> Tensor:  # fmt: skip

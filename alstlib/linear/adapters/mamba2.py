@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from alstlib.linear.adapter import Adapter, Part, in_order, takes
-from alstlib.linear.documents import Packed
+from alstlib.linear.adapter import Adapter, LayerPart, in_order, takes
+from alstlib.linear.documents import PackedDocuments
 from alstlib.linear.rule import StateRule
 
 
@@ -19,7 +19,7 @@ class Mamba2(Adapter):
 
     @staticmethod
     def mix(
-        part: Part, theirs: Callable[..., Any], hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
+        part: LayerPart, theirs: Callable[..., Any], hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
         chunk_size: int, D: Tensor, dt_bias: Tensor, dt_softplus: bool = False,
         dt_limit: tuple[float, float] = (0.0, float("inf")), **_: Any,
     ) -> Tensor:  # fmt: skip
@@ -33,7 +33,7 @@ class Mamba2(Adapter):
         def kernel(*tensors: Tensor, initial_state: Tensor | None) -> Any:
             return run(tensors, initial_states=initial_state, return_final_states=True)
 
-        def packed(*tensors: Tensor, documents: Packed) -> Tensor:
+        def packed(*tensors: Tensor, documents: PackedDocuments) -> Tensor:
             return run(tensors, initial_states=None, return_final_states=False, seq_idx=documents.index)
 
         def decay(*tensors: Tensor) -> Tensor:
