@@ -37,7 +37,7 @@ from alstlib.linear.attach import attach_states
 from alstlib.mesh import ATTACHED, SPContext
 from alstlib.options import Options
 from alstlib.recompute import begin, now
-from alstlib.tiled.compute import TiledMLP, TiledNorm
+from alstlib.tiled.compute import TiledMLP, TiledNorm, is_norm
 from alstlib.tiled.loss import TiledHead
 from alstlib.ulysses.alltoall import unstripe
 from alstlib.units import IGNORE
@@ -131,7 +131,7 @@ def _attach_mlps(handle: Handle, layers: Sequence[nn.Module]) -> None:
             if (name == "experts" or hasattr(m, "experts")) and not any(m is mlp for _, mlp in found):
                 handle.notes.append(f"layer {i}: {name} ({type(m).__name__}) is not inside its MLP: left untiled")
         if not found:
-            if not all(_is_norm(m) or _only_mixes(m) for m in layer.children()):
+            if not all(is_norm(m) or _only_mixes(m) for m in layer.children()):
                 handle.notes.append(f"layer {i} ({type(layer).__name__}) has no MLP module: left untiled")
             continue
         for name, mlp in found:
@@ -154,13 +154,8 @@ def _attach_norms(handle: Handle, layers: Sequence[nn.Module]) -> None:
     tile = handle.tile("norm")
     for layer in layers:
         for name, norm in list(layer.named_children()):
-            if _is_norm(norm) and not name.startswith(("post_feedforward", "post_mlp")):
+            if is_norm(norm) and not name.startswith(("post_feedforward", "post_mlp")):
                 handle.swap(norm, TiledNorm(norm, tile))
-
-
-def _is_norm(module: nn.Module) -> bool:
-    """Whether a module is a norm over the width, which works token by token, as far as its name tells."""
-    return type(module).__name__.endswith(("RMSNorm", "LayerNorm"))
 
 
 _TINY = 2.0**-40
@@ -192,7 +187,7 @@ def _attach_head(handle: Handle) -> None:
     tiled.unshrink = 1.0 / (factor * transform.scale)
     handle.swap(head, tiled)
     inside = {id(m) for layer in handle.facts.layers for m in layer.modules()}
-    for norm in [m for m in handle.model.base_model.modules() if _is_norm(m) and id(m) not in inside]:
+    for norm in [m for m in handle.model.base_model.modules() if is_norm(m) and id(m) not in inside]:
         tile = handle.options.tile("norm")
         handle.swap(norm, TiledNorm(norm, None if isinstance(tile, bool) else tile))
 

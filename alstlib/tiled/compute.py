@@ -297,6 +297,11 @@ class TiledMLP(TiledModule):
         return default_tile(widest, x.element_size(), x.device)
 
 
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module is a norm over the width, which works token by token, as far as its name tells."""
+    return type(module).__name__.endswith(("RMSNorm", "LayerNorm"))
+
+
 class TiledNorm(TiledModule):
     """Stands in for a norm over the width and runs it in tiles: a norm computes in fp32, and untiled its intermediates
     are several times the hidden states.

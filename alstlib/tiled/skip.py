@@ -11,14 +11,12 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from alstlib.recompute import Replay, Values
-from alstlib.tiled.compute import TiledMLP, TiledModule
+from alstlib.tiled.compute import TiledMLP, is_norm
 
 _HOOKS = (
     "PreBackwardFunctionForModuleBackward", "PostBackwardFunctionModuleBackward", "BackwardHookFunctionBackward"
@@ -32,7 +30,7 @@ _READS_NOTHING = (
 
 
 class Follower:
-    """A token-wise module without children (a norm) that a layer gives its MLP's output, as the MLP's tiles see it.
+    """A norm that a layer gives its MLP's output, as the MLP's tiles see it.
 
     `forward` stands in for the module's own: it computes as ever, but passes on the output of tiles that have done the
     module's work already. That saves a model with norms after its MLPs one pass through them: of a step of a small
@@ -113,9 +111,9 @@ class Follower:
 def find_followers(
     layer: nn.Module, mlps: Sequence[TiledMLP], returned: list[Any]
 ) -> Iterator[dict[TiledMLP, nn.Module]]:
-    """While the layer runs once without a graph: which of its direct children are given an MLP's output, and are
-    token-wise, without children, buffers and random numbers? It also notes of an MLP with several outputs whether the
-    layer does something with those after the first, or returns them: what it returns has to be put into `returned`."""
+    """While the layer runs once without a graph: which of its direct children are norms without buffers that are given
+    an MLP's output? It also notes of an MLP with several outputs whether the layer does something with those after the
+    first, or returns them: what it returns has to be put into `returned`."""
     found: dict[TiledMLP, nn.Module] = {}
     made: dict[TiledMLP, Values] = {}
     reads = _Reads()
@@ -129,12 +127,12 @@ def find_followers(
 
     def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         for mlp, values in made.items():
-            if kwargs or len(args) != 1 or not values.are_those_of(args[0]):
-                continue
-            if mlp not in found and module not in found.values() and _is_token_wise(module, args[0], out):
+            alone = not kwargs and len(args) == 1 and values.are_those_of(args[0])
+            alike = isinstance(out, Tensor) and (out.shape, out.dtype) == (args[0].shape, args[0].dtype)
+            if alone and alike and mlp not in found and module not in found.values():
                 found[mlp] = module
 
-    plain = [m for m in layer.children() if not (isinstance(m, TiledModule) or [*m.children(), *m.buffers()])]
+    plain = [m for m in layer.children() if is_norm(m) and not [*m.children(), *m.buffers()]]
     # first of the hooks: engines take weights away in theirs
     hooks = [m.register_forward_hook(look, prepend=True, with_kwargs=True) for m in plain]
     hooks += [mlp.register_forward_hook(keep, prepend=True) for mlp in mlps]
@@ -167,28 +165,6 @@ class _Reads(TorchFunctionMode):
         """Note whose tensors are among these."""
         leaves = tree_leaves(values)
         self.seen |= {mlp for mlp, watched in self.watched if any(watched.are_those_of(t) for t in leaves)}
-
-
-def _is_token_wise(module: nn.Module, x: Tensor, out: Any) -> bool:
-    """Whether `module` gives for a token alone what it gives for it among others. (A look at values: done once.)
-
-    The tokens are made up: the answer must not depend on what a rank's sample holds, or on how long it is, because
-    engines gather weights as all ranks run the same.
-    """
-    if not isinstance(out, Tensor) or out.shape != x.shape or out.dtype != x.dtype or not x.is_floating_point():
-        return False
-    fake = isinstance(out, FakeTensor)  # has no values to look at
-    some = x.new_empty(1, 3, *x.shape[2:])
-    if not fake:
-        some.copy_(torch.randn(some.shape, generator=torch.Generator().manual_seed(0)))
-    before = Replay(x.device)
-    with before():
-        among, alone = module.forward(some), module.forward(some[:, :1].contiguous())
-        drew = before.has_moved()
-    if drew or not all(isinstance(t, Tensor) for t in (among, alone)) or alone.shape != among[:, :1].shape:
-        return False
-    rtol = 8 * torch.finfo(out.dtype).eps
-    return fake or torch.allclose(alone, among[:, :1], rtol=rtol, atol=rtol * float(among.abs().amax()))
 
 
 class Unread:
