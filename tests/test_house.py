@@ -114,6 +114,17 @@ def test_every_class_has_a_name_of_its_own():
     assert [name for name, count in names.items() if count > 1] == []
 
 
+def test_what_an_attribute_is_can_be_read_without_the_line_before():
+    """No fragment such as "Of a rank.", and no question."""
+    texts = re.findall(
+        r'^ *\w+(?:: [^\n]+| = [^\n]+)\n +"""(.+?)"""',
+        "\n".join(p.read_text() for p in modules().values()),
+        re.M | re.S,
+    )
+    assert len(texts) > 300
+    assert [text for text in texts if re.match(r"(Of|As|At|Whose|Those) |[^.]*\?", text)] == []
+
+
 def test_the_check_of_imports_sees_those_that_hide(tmp_path):
     path = tmp_path / "x.py"
     path.write_text(

@@ -47,7 +47,7 @@ PARTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "recurrence": ("attention, which layers with a state replace", ("exchange", "attention")),
     "states": ("weights, gradients and optimizer states", ("states", "host states")),
 }  # fmt: skip
-"""For each part of the course: what is highlighted in words, and the elements of the picture."""
+"""What each part of the course highlights: in words, and the elements of the picture."""
 
 _LEFT, _WIDTH, _GAP = 2.0, 1.16, 0.1  # of the ranks' columns, in inches
 _ROWS: dict[str, tuple[float, float, str, str, str]] = {
@@ -63,7 +63,7 @@ _ROWS: dict[str, tuple[float, float, str, str, str]] = {
     "sum": (5.8, 0.32, "Sum over ranks", "of losses, of labels", "one loss:\nsum / count"),
     "states": (6.3, 0.42, "Model states", "ZeRO-3: a part for\neach rank", "1/P of weights,\ngradients, Adam"),
 }  # fmt: skip
-"""For each row of the picture: top and height in inches, name, what it does, and what each rank holds."""
+"""The rows of the picture: top and height in inches, name, what it does, and what each rank holds."""
 
 
 def draw_layer(part: str = "") -> Figure:

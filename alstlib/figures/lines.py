@@ -49,7 +49,7 @@ def _clipped(name: str) -> str:
 
 
 def apart(numbers: Sequence[float], log: bool) -> list[float]:
-    """Those of ascending numbers that an axis has room to name."""
+    """Those among ascending numbers that an axis has room to name."""
     at = [math.log2(x) if log else x for x in numbers]
     kept = [0]
     for i, place in enumerate(at):

@@ -23,7 +23,7 @@ FORMS = {
 }
 """Shapes of the tensors of a call."""
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""By which transformers' own models are told of packed documents."""
+"""Arguments by which transformers' own models are told of packed documents."""
 
 
 def check_tensors(given: Mapping[str, Any]) -> None:

@@ -35,9 +35,9 @@ class Loss:
     tokens: Tensor
     """The number of valid tokens of this micro-batch on all ranks (int64 scalar)."""
     entropy: Tensor | None = None
-    """With `statistics`: the mean entropy of the softmax over the same tokens, in nats; detached."""
+    """The mean entropy of the softmax over the same tokens, in nats, detached; None without `statistics`."""
     accuracy: Tensor | None = None
-    """With `statistics`: the share of these tokens whose label has the largest logit; detached."""
+    """The share of these tokens whose label has the largest logit, detached; None without `statistics`."""
     router: Tensor | None = None
     """The load-balancing loss of this SP group's micro-batch, without its weight, where the config of a mixture of
     experts asks for it (output_router_logits); detached."""

@@ -28,7 +28,7 @@ class StepInputs:
     micro-batch; L: tokens of this rank's slice of each."""
 
     shape: tuple[int, int]
-    """[B, L]."""
+    """Micro-batch and tokens of this rank's slice: [B, L]."""
     device: torch.device
     """Where the tokens are."""
     documents: Offsets | None = None
@@ -58,7 +58,7 @@ class Objective:
     dft: bool = False
     """Whether each token's loss is multiplied by its probability."""
     label_smoothing: float = 0.0
-    """As in PyTorch's cross_entropy."""
+    """The share of each label that goes to all tokens alike, as in PyTorch's cross_entropy."""
     statistics: Statistics | None = None
     """Where the head notes what it finds of each token, if that is asked for."""
     look: Look | None = None

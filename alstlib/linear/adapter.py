@@ -41,7 +41,7 @@ class LayerPart:
     chunk."""
 
     handle: Any
-    """The model's (`hf.handle.Handle`)."""
+    """The handle of the attached model (`hf.handle.Handle`)."""
     key: tuple[nn.Module, str]
     family: str
 

@@ -25,7 +25,7 @@ class Sent(NamedTuple):
     groups: int
     """Heads, or groups of heads that share it."""
     width: int
-    """Numbers in each."""
+    """The number of values in each."""
     element_bytes: int
 
 

@@ -82,7 +82,7 @@ class Deep:
         """Layers of the shallowest model."""
         left = [(i, kind) for i, kind in enumerate(kinds) if i not in self.chosen]
         self.further = [(kind, next(i for i, k in left if k == kind)) for kind in {kind for _, kind in left}]
-        """For each kind that the whole model has more layers of: one of them."""
+        """One layer of each kind that the whole model has more layers of."""
         self.left = left
         if self.holder is None:  # layers in several lists: all are run
             self.chosen, self.further, self.left = list(range(len(self.layers))), [], []

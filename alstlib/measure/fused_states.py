@@ -222,4 +222,4 @@ STAND_INS: dict[str, Callable[..., Any]] = {
     CONVOLUTION: convolution, GatedDelta.recurrence: gated_delta_rule, KimiDelta.recurrence: gated_delta_rule,
     Mamba2.recurrence: mamba2, Mamba1.recurrence: mamba1,
 }  # fmt: skip
-"""In the place of each function of transformers (`linear.adapters`)."""
+"""The stand-in for each function of transformers (`linear.adapters`), by its name."""

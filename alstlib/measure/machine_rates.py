@@ -39,11 +39,11 @@ MIB = 2**20
 LENGTHS = {"cuda": (8192, 32_768, 65_536), "cpu": (1024, 2048, 4096)}
 """Tokens at which attention is timed; the longest counts, because kernels are better the longer they run."""
 ROWS = {"cuda": 16_384, "cpu": 1024}
-"""Of the matrix products."""
+"""Rows of the matrix products."""
 MESSAGE = {"cuda": 512 * MIB, "cpu": 16 * MIB}
 """Bytes of a rank in a collective, and of a copy between device and host."""
 WEIGHTS = {"cuda": 64 * MIB, "cpu": 4 * MIB}
-"""Of a rank's AdamW on the host."""
+"""Weights of a rank's AdamW on the host."""
 REPEATS = 5
 
 

@@ -21,7 +21,7 @@ class Found:
 
 
 BEYOND = 1.25
-"""Of the budget: what a length counts as having taken that memory ran out at."""
+"""Share of the budget that a length counts as having taken at which memory ran out."""
 
 
 class Trials:

@@ -58,11 +58,11 @@ class Simulated:
     (place, a bar, operation) the most. Gradients of weights are not there, which an engine takes as they come. An
     engine's states or a kernel's workspace can make another one the largest."""
     host_peak: int = 0
-    """Of the checkpoints that wait on the host."""
+    """Checkpoints that wait on the host."""
     wire_bytes: int = 0
     """Sent by this rank for attention."""
     kernel: str = ""
-    """Of attention (`backends.BACKENDS`)."""
+    """The kernel of attention (`backends.BACKENDS`)."""
     recurrences: tuple[StateLayer, ...] = ()
     """The sizes of layers with a state and heads."""
 
@@ -181,7 +181,7 @@ def _ends(every: Callable[[int, int], list[slice]], rows: int, size: int) -> lis
 
 
 ENDS = 2
-"""Of tiles and blocks that are run, at each end: the second one meets what the first one leaves."""
+"""Tiles and blocks that are run at each end: the second one meets what the first one leaves."""
 
 
 def roomy(run: RunConfig) -> RunConfig:

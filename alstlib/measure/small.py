@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 VOCAB = 96
 WINDOW = 7
 LONGEST = 16
-"""Of the documents of a packed sample, and where RoPE that depends on the length changes: a whole sample is longer."""
+"""Tokens of the longest document of a packed sample. RoPE that depends on the length changes there: a whole sample is
+longer."""
 HEAD_WIDTH = 8
 
 

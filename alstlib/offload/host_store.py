@@ -263,7 +263,7 @@ class HostStore:
         return Copies(device, self._streams)
 
     def _copies(self, device: torch.device) -> Copies | None:
-        """Those of the tickets."""
+        """The copies of the tickets."""
         self._own = self._own or self.copies(device)
         return self._own
 

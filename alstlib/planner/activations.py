@@ -27,26 +27,26 @@ class Activations:
     """What one rank's step takes besides model states. Bytes."""
 
     device: dict[str, int]
-    """At the device peak, by category (`scope`)."""
+    """What is alive on the device at its peak, by category (`scope`)."""
     place: str
     """The module in which the peak is reached."""
     host: int
-    """Of the checkpoints that wait on the host."""
+    """Checkpoints that wait on the host."""
     host_needed: int
-    """The least that the host must have."""
+    """The smallest host memory with which the run can work at all."""
     attention_kept: float
     """Share of the layers that attend whose outputs are kept."""
     inputs_kept_every: int
     kernel: str
-    """Of core attention (`backends.BACKENDS`)."""
+    """The kernel of core attention (`backends.BACKENDS`)."""
     hidden_on_host: bool = False
-    """Do the hidden states of streamed layers lie on the host?"""
+    """Whether the hidden states of streamed layers are kept on the host."""
     kv_on_host: bool = False
-    """Do their keys and values?"""
+    """Whether their keys and values are kept on the host."""
     copied: int = 0
     """Copied between device and host in a step, in one direction at a time."""
     attention_share: float = 1.0
-    """Of the pairs of queries and keys, how many attention computes: less than 1 with sparse pages."""
+    """The share of the pairs of queries and keys that attention computes: less than 1 with sparse pages."""
 
     @property
     def peak(self) -> int:
@@ -139,7 +139,7 @@ REFERENCE = ("llama", "mistral", "qwen3")
 
 
 def shared_by_reference(shape: Shape, ranks: int) -> bool:
-    """Can the reference share these heads over so many ranks?"""
+    """Whether the reference can share these heads over so many ranks."""
     return shape.heads % ranks == 0 and max(shape.kv_heads, ranks) % min(shape.kv_heads, ranks) == 0
 
 
@@ -208,7 +208,7 @@ def _by_blocks(
 def _kept(
     run: RunConfig, shape: Shape, row: int, output: int, free: int | None, streaming: Streaming
 ) -> tuple[int, int, int, int]:
-    """As `Handle.plan` decides: of how many layers one input is kept, layers whose attention outputs are kept, host
+    """What `MemoryPlan` decides: of how many layers one input is kept, layers whose attention outputs are kept, host
     bytes of both, and the least host bytes that would do. What `auto` keeps on a GPU, where only room is taken that
     nothing else needs, is not foretold."""
     layers, save = shape.layers, run.options.save_attention

@@ -99,7 +99,7 @@ class Request:
     shape: Shape
     run: RunConfig
     rates: tuple[Rates, ...]
-    """Of each GPU that was named; of all that are known where machines are searched for and none was."""
+    """The rates of each GPU that was named; where machines are searched for and none was, of all that are known."""
     measured: Machine | None
     gpus: int | None
     """None: the smallest number that holds the asked length."""

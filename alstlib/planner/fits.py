@@ -41,7 +41,7 @@ KERNEL = "#kernel"
 
 
 def in_layer(place: str) -> bool:
-    """Does a module's path lie in a decoder layer?"""
+    """Whether a module's path lies in a decoder layer."""
     return re.search(r"\.\d", place) is not None
 
 
@@ -51,7 +51,7 @@ def part_of(place: str) -> str:
 
 
 def element_bytes(run: RunConfig, device: str) -> int:
-    """Of a weight and an activation."""
+    """Bytes of a number in a weight and in an activation."""
     return 2 if run.bf16(device == "cuda") else 4
 
 
@@ -64,7 +64,7 @@ class Moment:
     kernel: bool
     """Whether it is in attention's backward, where a GPU's kernel has a workspace of its own."""
     line: Mapping[str, tuple[float, float]]
-    """By category: bytes without any rows, and for each row."""
+    """Bytes of each category without any rows, and for each row."""
 
     def at(self, rows: float) -> dict[str, float]:
         return {name: max(0.0, base + each * rows) for name, (base, each) in self.line.items()}
@@ -79,7 +79,7 @@ class StepQuestion:
     device: str
     capability: int = 9
     preset: str = "ours"
-    """Whose stack: `ours` or that of the `paper`."""
+    """The stack that runs it: `ours` or that of the `paper`."""
 
     @property
     def text(self) -> str:
@@ -204,7 +204,7 @@ VERSIONS = "versions"
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that a simulation runs."""
+    """The versions of the packages that a simulation runs."""
     return {name: metadata.version(name).partition("+")[0] for name in ("torch", "transformers")}
 
 

@@ -12,8 +12,9 @@ from alstlib.planner.fits import facts_of
 
 @dataclass(frozen=True, kw_only=True)
 class Recurrence:
-    """Of the layers that carry a state along the sequence. Such a layer needs the same few bytes from the ranks before,
-    however long the sequence is: its state, what it multiplies the state by, and the tokens before its convolution."""
+    """The layers of a model that carry a state along the sequence. Such a layer needs the same few bytes from the ranks
+    before, however long the sequence is: its state, what it multiplies the state by, and the tokens before its
+    convolution."""
 
     layers: int
     """How many there are."""
@@ -25,7 +26,7 @@ class Recurrence:
 
     @property
     def flops(self) -> float:
-        """Of the recurrence of one layer in one forward, for each token."""
+        """FLOPs of the recurrence of one layer in one forward, for each token."""
         return self.layer.heads * self.layer.forward_flops() if self.layer else 0.0
 
 
@@ -35,37 +36,37 @@ class Shape:
 
     name: str
     family: str
-    """transformers' `model_type`."""
+    """The `model_type` that transformers gives it."""
     vocab: int
     width: int
     mlp: int
-    """Of a dense layer; 0 where its config names none."""
+    """The intermediate width of a dense layer; 0 where its config names none."""
     layers: int
     heads: int
     kv_heads: int
     head_dim: int
-    """Of a query and a key."""
+    """The width of a query and of a key."""
     value_dim: int
     window: int
     """Keys that a query of a layer with a sliding window attends to; 0: none has one."""
     windowed: int
     """Layers that have it."""
     softcap: bool
-    """Are scores capped?"""
+    """Whether attention caps its scores."""
     attending: int
-    """Layers with attention."""
+    """The number of layers with attention."""
     parameters: int
     layer_parameters: int
-    """Of the largest decoder layer."""
+    """Parameters of the largest decoder layer."""
     largest_tensor: int
     mixing: int
-    """Of the matrices of all layers that mix tokens, or are before and after what does."""
+    """Parameters of the matrices of all layers that mix tokens, or are before and after what does."""
     mlp_of_token: int
-    """Of MLPs and routers of all layers, what multiplies one token: of experts, those that it is sent to."""
+    """Parameters of all MLPs and routers that multiply one token: of experts, those that it is sent to."""
     linear: Mapping[str, int]
     """Widths of what goes into linear modules and comes out of them, all together, by the modules' names."""
     recurrence: Recurrence | None
-    """Of a hybrid."""
+    """What layers with a state have; None: the model has none of them."""
 
     @property
     def embedding(self) -> int:
@@ -78,8 +79,8 @@ class Shape:
         return self.mixing + self.mlp_of_token + self.embedding
 
     def adapter_parameters(self, lora: Mapping[str, Any]) -> int:
-        """Of LoRA adapters with these fields of peft's LoraConfig; all linear modules of the layers where it names
-        none."""
+        """The number of parameters of LoRA adapters with these fields of peft's LoraConfig; all linear modules of the
+        layers where it names none."""
         targets = lora.get("target_modules")
         named = set(targets) if isinstance(targets, list | tuple) else set(self.linear)
         return int(lora.get("r", 8)) * sum(widths for name, widths in self.linear.items() if name in named)

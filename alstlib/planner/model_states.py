@@ -26,13 +26,13 @@ class Sizes:
 
     parameters: int
     layer: int
-    """Of a decoder layer."""
+    """Parameters of a decoder layer."""
     embedding: int
-    """Of the embedding (and the head)."""
+    """Parameters of the embedding (and the head)."""
     largest: int = 0
-    """Of the largest tensor that is trained."""
+    """Parameters of the largest tensor that is trained."""
     trainable: int | None = None
-    """Of what is trained, such as an adapter; None: all parameters."""
+    """The number of parameters that are trained, such as those of an adapter; None: all."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from alstlib.units import format_bytes
 
 HOST = "the first node's host"
 Side = tuple[str, int, int | None]
-"""Of the `device` or the `host`: bytes that are needed, and those that are there (None for no limit)."""
+"""A memory (`device` or `host`), the bytes that it needs, and those that are there (None for no limit)."""
 
 
 def first_beyond(sides: Iterable[Side], times: float = 1.0) -> tuple[str, int, int] | None:
@@ -39,10 +39,10 @@ class Loading:
     """Peaks while the model is loaded (`hf.loading`), before any step and for every length the same. Bytes."""
 
     device: int = 0
-    """Of a rank: what it keeps of the weights, and under ZeRO-3 one whole tensor."""
+    """A rank's part of the weights, and under ZeRO-3 one whole tensor."""
     device_limit: int | None = None
     host: int = 0
-    """Of the first node: rank 0 has all weights, and every rank its process."""
+    """On the first node, where rank 0 has all weights, and every rank its process."""
     host_limit: int | None = None
 
     @property
@@ -72,7 +72,7 @@ class Prediction:
 
     seq_len: int
     device: dict[str, int]
-    """At the device peak, by category."""
+    """What is alive on the device at its peak, by category."""
     device_limit: int | None
     host: dict[str, int]
     host_limit: int | None
@@ -80,9 +80,9 @@ class Prediction:
     """The least that this rank needs of the host: on a CPU with what is on its device."""
     activations: Activations
     seconds: dict[str, float]
-    """Of one optimizer step, by part; `step` is what passes."""
+    """The parts of one optimizer step; `step` is the time that passes."""
     loading: Loading
-    """Before the first step."""
+    """What loading the model takes, before the first step."""
 
     @property
     def device_peak(self) -> int:

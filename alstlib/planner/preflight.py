@@ -24,7 +24,7 @@ CERTAIN = 1.1
 """A run is refused when it would take this many times what there is: the planner is right within a few percent."""
 
 SMALL = 0.01
-"""Of the memory: a run on a CPU that has less hidden states than that fits, and is not simulated."""
+"""Share of the memory: a run on a CPU whose hidden states take less than that fits, and is not simulated."""
 FACTOR = 10
 """A run may take this many times what is predicted."""
 HOUR, DAY = 3600.0, 86400.0

@@ -34,7 +34,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "keys and values too": {**_LAYERS, "options.on_host": "hidden+kv"},
     "block by block": {"options.chunk": None, "options.on_host": "hidden+kv", "block": CHUNK},
 }
-"""As fields of RunConfig, beside tiles and checkpoints on the host."""
+"""The ways to run a model as fields of RunConfig, beside tiles and checkpoints on the host."""
 SPARSE = "a choice of pages (not exact)"
 """The way that a run with `sparse` asks for, which approximates attention."""
 
@@ -250,7 +250,7 @@ class Question:
         return why and f"{why[0].upper()}{why[1:]}; it can be loaded {self.loads_with()}."
 
     def tokens_per_second(self, found: Prediction) -> float:
-        """Of each GPU."""
+        """Tokens a second of each GPU."""
         samples = self.run.data.batch_size * self.run.optim.accumulation
         return samples * found.seq_len / self.ranks / found.seconds["step"]
 
@@ -289,12 +289,12 @@ class Variant:
 
     what: str
     changes: dict[str, Any]
-    """Of fields of the run."""
+    """The fields of the run that differ, with their values."""
     question: Question
     best: Prediction | None = None
     """The longest sequence that fits; None where none does, or where one length was asked about."""
     at: Prediction | None = None
-    """At a length that was asked about."""
+    """The prediction at a length that was asked about."""
 
     @property
     def longest(self) -> int:
@@ -307,7 +307,7 @@ class Variant:
 
     @property
     def link(self) -> bool:
-        """Does the link to the host hold a step up at that length?"""
+        """Whether the link to the host holds a step up at that length."""
         found = self.at or self.best
         return found is not None and found.seconds["waiting for memory and network"] > 0.02 * found.seconds["step"]
 
@@ -330,6 +330,6 @@ class Answer:
 
     question: Question
     needs: str
-    """Of `NEEDED`."""
+    """The settings (of `NEEDED`) with which the machine holds it."""
     found: Prediction
     """The asked length; without one the longest that fits, or the shortest, which does not fit."""

@@ -24,8 +24,8 @@ from alstlib.linear.ways import StateLayer
 from alstlib.planner.gpus import Rates, rates_of
 
 RECURRENCE = 0.1
-"""Of the rate of dense matrix products, what a recurrence's kernel reaches: its products are small, and the blocks of a
-sequence wait for each other. A nominal share, not measured."""
+"""The share of the rate of dense matrix products that a recurrence's kernel reaches: its products are small, and the
+blocks of a sequence wait for each other. A nominal share, not measured."""
 
 
 def passes_of(run: RunConfig, rows: int) -> tuple[int, int]:

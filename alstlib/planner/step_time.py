@@ -15,16 +15,16 @@ from alstlib.planner.state_ways import RECURRENCE, passes_of, state_seconds
 
 
 def attention_flops(shape: Shape, seq_len: int, share: float = 1.0) -> float:
-    """Of one forward over a sample, all layers: QK^T and PV of the causal half, or of what lies in a sliding window.
-    `share` is that of the pairs which layers without a window compute."""
+    """FLOPs of one forward over a sample, all layers: QK^T and PV of the causal half, or of what lies in a sliding
+    window. `share` is that of the pairs which layers without a window compute."""
     windows = replace(shape, attending=shape.windowed).pairs(seq_len)
     pairs = share * (shape.pairs(seq_len) - windows) + windows
     return 2.0 * pairs * shape.heads * (shape.head_dim + shape.value_dim)
 
 
 def linear_flops(shape: Shape, tokens: int) -> dict[str, float]:
-    """Of one forward, all layers: projections of attention, MLPs (of experts, those that a token goes to), and the
-    head."""
+    """FLOPs of one forward, all layers: projections of attention, MLPs (of experts, those that a token goes to), and
+    the head."""
     return {
         "projections": 2.0 * tokens * shape.mixing, "mlp": 2.0 * tokens * shape.mlp_of_token,
         "head": 2.0 * tokens * shape.embedding,
@@ -32,8 +32,8 @@ def linear_flops(shape: Shape, tokens: int) -> dict[str, float]:
 
 
 def model_flops(shape: Shape, run: RunConfig, seq_len: int) -> float:
-    """Of one optimizer step over one sample on each replica: forwards and backwards of the causal half, and nothing
-    that is computed twice. An MFU compares them with the GPU's peak."""
+    """FLOPs of one optimizer step over one sample on each replica: forwards and backwards of the causal half, and
+    nothing that is computed twice. An MFU compares them with the GPU's peak."""
     states = 0.0 if shape.recurrence is None else shape.recurrence.layers * shape.recurrence.flops * seq_len
     linear = sum(linear_flops(shape, seq_len).values()) * (1 + products_of_backward(run))
     samples = run.data.batch_size * run.optim.accumulation
@@ -158,7 +158,8 @@ def trained(shape: Shape, run: RunConfig) -> int:
 
 
 def zero_seconds(shape: Shape, run: RunConfig, machine: Machine, remade: float) -> float:
-    """Of ZeRO's gathering and reducing in a step, where layers run forward `remade` times more to make inputs."""
+    """Seconds of ZeRO's gathering and reducing in a step, where layers run forward `remade` times more to make
+    inputs."""
     rates, world = machine.rates, machine.gpus
     share = rates.link if world <= machine.per_node else rates.network
     gathers, reduces = {3: (2 + remade, 1), 2: (0, 1), 1: (0, 2), 0: (0, 2)}[run.engine.zero_stage]

@@ -27,7 +27,7 @@ class Streaming:
     """Share of a page in the sequence."""
     chunks_of_page: int = 1
     pages_of_head: int | None = None
-    """Of the pages before its own, how many each key/value head of a chunk sees at most; None: all."""
+    """How many of the pages before its own each key/value head of a chunk sees at most; None: all."""
     fetched: int | None = None
     """How many all heads of a rank together see at most, if no two choose the same page."""
 
@@ -55,7 +55,7 @@ class Streaming:
 
 
 def output_bytes(shape: Shape, rows: int, element: int) -> int:
-    """Of one layer's attention output and its sums."""
+    """Bytes of one layer's attention output and its sums."""
     return rows * shape.heads * (shape.value_dim * element + 4)
 
 
@@ -78,8 +78,8 @@ def kv_on_host(
 def streaming_of(
     shape: Shape, run: RunConfig, ranks: int, rows: int, element: int, free: int | None, room: int | None = None
 ) -> Streaming:
-    """As `hf.hidden_states.travels` and `Handle.place_keys` decide, with `free` bytes of a device and `room` bytes of a
-    host; None for plenty."""
+    """What `hf.hidden_states.travels` and `MemoryPlan` decide, with `free` bytes of a device and `room` bytes of
+    a host; None for plenty."""
     assert run.chunk is not None
     hidden = bool(run.options.offload) and run.options.place("hidden") != "device" and bool(run.options.tile("loss"))
     heads = max(kv_needed(shape.heads, shape.kv_heads, ranks))

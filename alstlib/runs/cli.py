@@ -302,7 +302,7 @@ COMMANDS: dict[str, tuple[Callable[[Any], int], Callable[[argparse.ArgumentParse
     "verify": (verify.verify, verify.add_arguments, verify.HELP, verify.EXIT),
     "check": (check.check, check.add_arguments, check.HELP, check.EXIT),
 }  # fmt: skip
-"""For each command: what it does, what adds its options, and what `--help` says of it before and after them."""
+"""The commands: what each does, what adds its options, and what `--help` says of it before and after them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -119,7 +119,7 @@ Drawn = tuple[Any, str] | None
 
 
 def figures(found: Rows) -> Iterator[dict[str, str]]:
-    """Those that these results allow, as data URIs, each with what to see.
+    """The figures that these results allow, as data URIs, each with what to see.
 
     One that fails says so in place of its picture (`source` is empty): a finished sweep is not lost by its page.
     Without matplotlib there are none.

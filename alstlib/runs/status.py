@@ -52,8 +52,8 @@ class Row:
     steps: int | None = None
 
     def log(self) -> Path | None:
-        """Of a row that failed, the log of the rank that failed first in the newest attempt. None where that attempt
-        left none."""
+        """The log of a row that failed: that of the rank that failed first in the newest attempt. None where that
+        attempt left none."""
         attempts = sorted(self.folder.glob("logs/*/"), key=lambda folder: folder.stat().st_mtime)
         began = (self.folder / "progress.jsonl").exists()  # else it ended before ranks started: the logs are older
         return first_failed(attempts[-1]) if self.state in FAILED and began and attempts else None

@@ -75,7 +75,7 @@ class BlockPages(LayerPages):
         self.open = None
 
     def own(self, page: Page, first: int, last: int, dtype: torch.dtype) -> list[Tensor]:
-        """As `LayerPages.own`; the page goes, because all blocks that saw it are done."""
+        """What `LayerPages.own` returns; the page goes, because all blocks that saw it are done."""
         found = super().own(page, first, last, dtype)
         self.drop(page.index)
         return found

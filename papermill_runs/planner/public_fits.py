@@ -34,7 +34,7 @@ def again(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_public(entry: Mapping[str, Any]) -> bool:
-    """Is it about a model whose config comes with the library?"""
+    """Whether it is about a model whose config comes with the library."""
     name = entry["facts"]["name"] if "facts" in entry else entry["span"]["run"].get("model.name", "tiny")
     return name in PUBLIC or name in SHAPES
 

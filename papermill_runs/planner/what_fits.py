@@ -71,7 +71,7 @@ def cell(question: Question, ways: Mapping[str, dict[str, Any]]) -> list[Any] | 
 
 
 def cells(command: str) -> list[Any] | str:
-    """Of whole layers and of layers in chunks; or why `apply` refuses the run."""
+    """The cells of whole layers and of layers in chunks; or why `apply` refuses the run."""
     try:
         question = asked(command)
         return [cell(question, ways) for ways in WAYS_TOLD.values()]
