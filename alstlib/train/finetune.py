@@ -37,6 +37,7 @@ from alstlib.offload.ledger import Ledger
 from alstlib.runs import locks, results
 from alstlib.runs.progress import Pace
 from alstlib.runs.workers import FINETUNE
+from alstlib.train import operators
 from alstlib.train.engine import count, host_tensors, reserve_adam_state
 from alstlib.train.files import move_aside
 from alstlib.train.resume import differences, ended, ending, fields, finished, of_first, seconds_to_save
@@ -160,6 +161,8 @@ class FineTune(Training):
         self.say(f"loading {run.model.name}")
         unplaced = load_on_first(run, self.dtype, self.device)
         put_liger(run, unplaced.model, self.gpu)
+        if self.engine.startswith("zero"):
+            operators.leave_out()
         deepspeed = engine_config(run, sum(p.numel() for p in unplaced.model.parameters()), self.bf16)
         place(unplaced, deepspeed if self.engine.startswith("zero") else {"zero_optimization": {"stage": 0}})
         args = SFTConfig(**settings(run, self.engine, self.bf16, self.out / "checkpoints", deepspeed))
