@@ -191,7 +191,7 @@ class Window:
         read = "e => e.innerText + [...e.querySelectorAll('img')].map(i => i.src).join()"
         handle = self.panel.locator(".widget-slider .noUi-handle, .widget-slider [role=slider]").nth(number)
         text = self.panel.locator(shown).last
-        end = time.monotonic() + 60
+        end = time.monotonic() + 300  # what a figure shows may be simulated first, on a busy machine
         while not text.evaluate("e => e.innerText"):  # JupyterLab renders what is in view, and cells above it grow
             assert time.monotonic() < end, f"slider {number} shows nothing"
             handle.evaluate("e => e.scrollIntoView({block: 'center'})")
