@@ -161,10 +161,11 @@ class FineTune(Training):
         self.say(f"loading {run.model.name}")
         unplaced = load_on_first(run, self.dtype, self.device)
         put_liger(run, unplaced.model, self.gpu)
-        if self.engine.startswith("zero"):
+        zero = self.engine.startswith("zero")
+        if zero:
             operators.leave_out()
         deepspeed = engine_config(run, sum(p.numel() for p in unplaced.model.parameters()), self.bf16)
-        place(unplaced, deepspeed if self.engine.startswith("zero") else {"zero_optimization": {"stage": 0}})
+        place(unplaced, deepspeed if zero else {"zero_optimization": {"stage": 0}})
         args = SFTConfig(**settings(run, self.engine, self.bf16, self.out / "checkpoints", deepspeed))
         lora = {"task_type": "CAUSAL_LM", "target_modules": "all-linear", **(run.model.lora or {})}
         cls: Any = SPTrainer

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from cases import batch, make_model, plain_step, step, worst_error
+from cases import batch, make_model, plain_step, step, train, worst_error
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
@@ -163,6 +163,15 @@ def test_frozen_norms_and_frozen_mlps(frozen):
     for name, p in model.named_parameters():
         p.requires_grad_(frozen not in name)
     assert exact(model, save_attention=True) == 2
+
+
+def test_a_layer_is_learned_on_more_than_one_token():
+    """One token says nothing about what a module does across tokens."""
+    model = open_model(FINISHES["over the tokens"][0])
+    want = plain_step(model, batch())[1]
+    with alstlib.apply(model, None, alstlib.Options(tiles={"mlp": 7, "loss": True, "norm": True})):
+        train(model, {**batch(1), "shift_labels": torch.ones(1, 1, dtype=torch.long), "step_tokens": 1})
+        assert worst_error(step(model, batch(), seed=7)[1], want)[0] < 1e-5
 
 
 @pytest.mark.parametrize("name", ["Gemma2Config", "Gemma3TextConfig", "Olmo2Config", "Olmo3Config", "Glm4Config"])
