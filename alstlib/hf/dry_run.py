@@ -8,11 +8,13 @@ where tensors have shapes and no values; attention gives back an empty output; t
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -108,7 +110,7 @@ class _Ended(Exception):
 def dry_run(model: PreTrainedModel, layers: Sequence[nn.Module]) -> DryRun:
     """Run `model` dry, with `layers` those modules that may be its decoder layers. The model is left as it was."""
     run = DryRun()
-    with unset_fake_temporarily(), _standing_in(model, layers, run) as forward:
+    with unset_fake_temporarily(), _without_triton(), _standing_in(model, layers, run) as forward:
         run.finished = _ends(forward)
     return run
 
@@ -122,6 +124,19 @@ def _ends(forward: Callable[[], Any]) -> bool:
     except Exception:  # whatever code of the model it was
         return False
     return True
+
+
+@contextlib.contextmanager
+def _without_triton() -> Iterator[None]:
+    """Launches of Triton's kernels (Liger's, a model's own) do nothing: a tensor without memory is a null pointer to
+    them, and to write there ends the process's use of its GPU. What they would write has its shape already."""
+    if importlib.util.find_spec("triton") is None:
+        yield
+        return
+    from triton.runtime.jit import KernelInterface
+
+    with mock.patch.object(KernelInterface, "__getitem__", lambda kernel, grid: lambda *args, **kwargs: None):
+        yield
 
 
 @contextlib.contextmanager

@@ -1,6 +1,9 @@
 """What a dry run sees of a model, what is refused by it before anything is attached, and how tokens are numbered."""
 
 import copy
+import importlib.machinery
+import sys
+import types
 
 import pytest
 import torch
@@ -30,6 +33,34 @@ def test_the_layers_and_their_attention_are_seen(name):
     assert [len(call.attention) for call in seen.calls] == [1, 1]
     assert {a.heads for a in seen.attention} == {4}
     assert all(a.mask is None and a.dropout == 0 for a in seen.attention)
+
+
+def test_kernels_of_triton_are_not_launched(monkeypatch):
+    """To them a tensor without memory is a null pointer: Liger's ended the first run on a GPU with an illegal access."""
+
+    class KernelInterface:
+        def __getitem__(self, grid):
+            raise AssertionError("launched")
+
+    class Norm(torch.nn.Module):
+        def forward(self, x):
+            made = torch.empty_like(x)
+            KernelInterface()[x.shape[0],](x, made)
+            return made
+
+    jit = types.ModuleType("triton.runtime.jit")
+    jit.KernelInterface = KernelInterface
+    triton = types.ModuleType("triton")
+    triton.__spec__ = importlib.machinery.ModuleSpec("triton", None)
+    for name, module in {"triton": triton, "triton.runtime": types.ModuleType("triton.runtime"), jit.__name__: jit}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    model = make_model("gqa")
+    for layer in model.model.layers:
+        layer.input_layernorm = Norm()
+    seen = run(model)
+    assert all(call.finished and call.attention for call in seen.calls)
+    with pytest.raises(AssertionError, match="launched"):
+        Norm()(torch.ones(1))
 
 
 def test_a_dry_run_leaves_the_model_as_it_was():
