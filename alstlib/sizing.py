@@ -60,14 +60,14 @@ def kernel_device(device: str) -> tuple[str, int | None]:
     return _SIMULATED.get() or (device, None)
 
 
-def sdpa_kernel(device: str, half: bool, width: int, softcap: bool = False, capability: int = 9) -> str:
-    """The kernel (`backends.BACKENDS`) that `attention="sdpa"` chooses on a device (`cuda`, `cpu`): for fp16 or bf16
-    (`half`), for heads of this width, on a GPU of this compute capability (its first number)."""
-    if softcap:
+def sdpa_kernel(device: str, element_bytes: int, width: int, softcap: bool = False, capability: int = 9) -> str:
+    """The kernel (`backends.BACKENDS`) that `attention="sdpa"` chooses on a device (`cuda`, `cpu`): for numbers of so
+    many bytes, for heads of this width, on a GPU of this compute capability (its first number)."""
+    if softcap or (device == "cuda" and element_bytes == 8):
         return "blockwise"
     if device != "cuda":
         return "cpu"
-    if not half or width > 256:
+    if element_bytes == 4 or width > 256:
         return "efficient"
     # backward of cuDNN (of its versions since 9.10) takes heads of up to 256 on Hopper alone
     return "cudnn" if capability >= 9 and width <= (256 if capability == 9 else 128) and width % 8 == 0 else "flash"

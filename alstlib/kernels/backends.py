@@ -10,7 +10,7 @@ What `sdpa` chooses, and who takes the documents of a batch, and windows, in one
 | CUDA from 10.0, the same, but width to 128           | cudnn       | flash                 |
 | CUDA, 16 bits, other widths to 256 (padded to 8s)    | flash       | flash                 |
 | CUDA, fp32, or wider heads                           | efficient   | one call for each     |
-| soft caps                                            | blockwise   | one call for each     |
+| soft caps, and fp64 on CUDA                          | blockwise   | one call for each     |
 
 `auto` takes flash-attn 3 (compute capability 9 alone) or else 4 (from 9) where one is installed and has the width, and
 the table where none is. These and flash-attn 2, by its name, take documents, windows and soft caps themselves. cudnn,
@@ -171,6 +171,8 @@ def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bo
 def _efficient_backward(dout: Tensor, kept: Attended, scale: float, causal: bool) -> tuple[Tensor, ...]:
     q, k, v, out, lse = kept
     heads, groups = q.shape[1], q.shape[1] // k.shape[1]
+    if out.itemsize == 2:  # the kernel takes the heads of a token to lie together, whatever the strides say
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
     padded = torch.nn.functional.pad(lse, (0, -q.shape[2] % 32), value=float("inf"))
     seed = torch.zeros((), dtype=torch.int64, device=q.device)
     need = [True, True, True, False]
@@ -257,9 +259,8 @@ def choose_backend(
                 return BACKENDS[name]
         attention = "sdpa"
     if attention == "sdpa":
-        half = dtype in (torch.float16, torch.bfloat16)
         major = _major(device, capability) if device.type == "cuda" else 0
-        return BACKENDS[sdpa_kernel(device.type, half, head_dim, softcap, major)]
+        return BACKENDS[sdpa_kernel(device.type, dtype.itemsize, head_dim, softcap, major)]
     named = attention if isinstance(attention, Backend) else BACKENDS.get(attention)
     if named is None:
         raise ValueError(f"attention='{attention}' is unknown; known: sdpa, auto, {', '.join(BACKENDS)}")

@@ -232,7 +232,7 @@ def kernel_of(shape: Shape, run: RunConfig, device: str, capability: int = 9) ->
     if run.options.attention not in ("sdpa", "auto"):
         return str(run.options.attention)
     width = max(shape.head_dim, shape.value_dim)
-    return sdpa_kernel(device, element_bytes(run, device) == 2, width, shape.softcap, capability)
+    return sdpa_kernel(device, element_bytes(run, device), width, shape.softcap, capability)
 
 
 def kernel_workspace(shape: Shape, kernel: str, rows: float, packed: bool = False) -> float:

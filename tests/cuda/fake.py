@@ -94,6 +94,7 @@ KERNELS = {
     "_scaled_dot_product_cudnn_attention": "cudnn", "_scaled_dot_product_cudnn_attention_backward": "cudnn backward",
     "_flash_attention_forward": "flash", "_flash_attention_backward": "flash backward",
     "_scaled_dot_product_efficient_attention": "efficient",
+    "_scaled_dot_product_efficient_attention_backward": "efficient backward",
 }  # fmt: skip
 """Operators whose calls are held against what they need, and what problems call them."""
 
@@ -117,7 +118,8 @@ class Watch(TorchDispatchMode):
         if name in KERNELS:
             self.kernels[name] += 1
             given = {argument.name: argument.default_value for argument in func._schema.arguments}
-            self._check(KERNELS[name], SimpleNamespace(**{**given, **dict(zip(given, args)), **kwargs}))
+            named = {n.removesuffix("_"): value for n, value in {**given, **dict(zip(given, args)), **kwargs}.items()}
+            self._check(KERNELS[name], SimpleNamespace(**named))
         out = func(*args, **kwargs)
         self.uploads += name == "_to_copy" and out.is_cuda and not args[0].is_cuda
         return out
@@ -171,6 +173,13 @@ class Watch(TorchDispatchMode):
         elif kind == "efficient":
             need(q.shape[1] == k.shape[1] == v.shape[1], message="it takes no groups of heads")
             need(not a.is_causal or q.shape[2] == k.shape[2], message="causal and not square")
+            if backward:
+                need(a.logsumexp.shape[2] % 32 == 0, message="lse is not padded")
+                rows = a.out.transpose(1, 2)[:1]
+                need(
+                    a.out.element_size() > 2 or rows.is_contiguous(),
+                    message=f"out with strides {a.out.stride()}: the kernel takes a token's heads to lie together",
+                )
         else:
             need(k.shape[2] > 1, message="a single key")
             need(backward or (a.compute_log_sumexp and a.attn_bias is None), message="no logsumexp is asked for")

@@ -39,7 +39,7 @@ def test_one_kernel_for_every_decoder(name):
                         rule = op.rule(q, k, v, softcap=a.kwargs.get("softcap"))
                         chosen.append(op.backend_for(q, v.shape[-1], rule).name)
                 width, capped = max(a.width, a.value_width), bool(a.kwargs.get("softcap"))
-                chosen.append(sdpa_kernel("cuda", dtype == torch.bfloat16, width, capped, capability))
+                chosen.append(sdpa_kernel("cuda", dtype.itemsize, width, capped, capability))
                 assert len(set(chosen)) == 1, (chosen, a.width, dtype, capability)
 
 
