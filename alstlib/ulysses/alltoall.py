@@ -23,6 +23,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from alstlib.mesh import SPContext
 from alstlib.recompute import first_order
 
+GLOO_TAKES_LISTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+
 
 def emulated(group: Any) -> bool:
     """Whether the other ranks of this group are not there (`mesh.join_fake`), so that nothing arrives from them."""
@@ -124,7 +126,10 @@ class Exchange:
             part.copy_(t.permute(1, 2, 0, 3))
         receive = send.new_empty(p, rows, b, sum(widths))
         sent = [send[r * heads // p] for r in range(p)]
-        dist.all_to_all(list(receive), sent, group=self.group)
+        if GLOO_TAKES_LISTS or "gloo" not in dist.get_backend_config(self.group):
+            dist.all_to_all(list(receive), sent, group=self.group)
+        else:
+            dist.all_to_all_single(receive, torch.stack(sent), group=self.group)
         if emulated(self.group):
             for part, given in zip(receive, sent):
                 part.copy_(given)

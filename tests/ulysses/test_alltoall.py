@@ -11,6 +11,7 @@ from torch import Tensor
 
 from alstlib import reference
 from alstlib.measure.simulate import fake_ranks
+from alstlib.ulysses import alltoall
 from alstlib.ulysses.alltoall import Exchange, heads_to_seq, seq_to_heads, stripe, whole_head_degrees
 
 ROWS, WIDTH = 3, 5
@@ -70,6 +71,20 @@ def send_buffers(rank, world, heads):
     with mock.patch.object(dist, "all_to_all", spy):
         Exchange(dist.group.WORLD).shared_to_heads(*(randn(2, heads, ROWS, WIDTH, seed=rank + i) for i in (0, 100)))
     return {"distinct": len(set(seen["starts"])), "bytes": [n for _, n in seen["storages"]], **seen}
+
+
+def without_lists(rank, world):
+    """Difference of shared heads with PyTorch's gloo before 2.12, which exchanges no lists."""
+    tensors = [randn(2, world // 2, ROWS, WIDTH, seed=rank + i) for i in (0, 100)]
+    want = Exchange(dist.group.WORLD).shared_to_heads(*tensors)
+    with mock.patch.object(alltoall, "GLOO_TAKES_LISTS", False), mock.patch.object(dist, "all_to_all", None):
+        got = Exchange(dist.group.WORLD).shared_to_heads(*tensors)
+    return all(torch.equal(g, w) for g, w in zip(got, want))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_shared_heads_need_no_lists(pools, world):
+    assert all(pools(world)(without_lists))
 
 
 @pytest.mark.parametrize(("world", "heads"), [(2, 1), (4, 1), (4, 2)])
