@@ -185,7 +185,10 @@ class AblationRun(Training):
         devices, hosts = zip(*self.gather(self.ledger.device_peak, self.ledger.host_peak))
         predicted = self.predicted(ABLATION, self.ctx, seq_len)
         if planned := predicted.get("allocated_bytes"):  # by how much it is above what the allocator says
-            predicted["allocated_percent"] = 100 * (planned / max(devices) - 1)
+            said = {"allocated": max(devices)}
+            if (here := accelerator(self.device)) is not None:
+                said["reserved"] = here.max_memory_reserved(self.device)
+            predicted |= {f"{name}_percent": 100 * (planned / nbytes - 1) for name, nbytes in said.items()}
         return {
             "predicted": predicted,
             "seq_len": seq_len,
