@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from alstlib.config import RunConfig, flat, merged
 from alstlib.options import check_names
 from alstlib.runs.processes import sigterm_interrupts
+from alstlib.sizing import cores
 from alstlib.units import format_seconds, parse_quantity
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -109,7 +110,8 @@ def tests() -> Iterator[Step]:
         yield Step(name=f"tests/{kernel}", command=[*run, *map(str, of_kernels), "-k", only], limit=300)
     for path in marked:
         if path not in of_kernels:
-            yield Step(name=f"tests/{path.stem}", command=[*run, str(path)], limit=300)
+            many = ["-n", str(max(1, cores() // 3))] if path.stem == "test_gpu_matrix" else []
+            yield Step(name=f"tests/{path.stem}", command=[*run, *many, str(path)], limit=600 if many else 300)
 
 
 def steps_of(names: Sequence[str], out: Path, dry: bool = False) -> list[Step]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import os
 import queue
@@ -59,6 +60,7 @@ def forget_groups():
 def _serve(rank, world, port, tasks, results, backend):
     import torch.distributed as dist
 
+    faulthandler.enable()
     torch.set_num_threads(1)
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank),
@@ -174,6 +176,22 @@ def late_pools():
         pytest.skip(f"the device on a CPU {why}")
     made = {}
     yield lambda world: made.setdefault(world, RankPool(world, group.backend))
+    for pool in made.values():
+        pool.stop()
+
+
+def gloo_on_a_gpu():
+    """Ranks that share one GPU, which NCCL refuses."""
+    os.environ["LOCAL_RANK"] = "0"
+    torch.cuda.set_device(0)
+    torch.backends.cudnn.allow_tf32 = False  # on by default, for convolutions
+    return "cpu:gloo,cuda:gloo"
+
+
+@pytest.fixture(scope="session")
+def gpu_pools():
+    made = {}
+    yield lambda world: made.setdefault(world, RankPool(world, gloo_on_a_gpu))
     for pool in made.values():
         pool.stop()
 

@@ -1,5 +1,6 @@
 """One net for whole training steps: models x ranks x data x weights x ways x tiles x states x engines x devices, each
-case against plain transformers on one process.
+case against plain transformers on one process. The devices are the CPU and the one on it (tests/device); a GPU runs
+the same cases in tests/cuda/test_gpu_matrix.py.
 
 `table` draws cases until every two values that may meet have met; `run` runs one on a rank; `check` judges it. A case
 is named by its values, so that `pytest tests/test_matrix.py -k "gemma2 and zero3"` finds it.
@@ -153,7 +154,7 @@ def why_not(case):
         return "its layers share weights, which only moving within CPU and CUDA keeps so"
     if case.model == "zamba" and case.weights == "tied":
         return "transformers cannot tie its embeddings besides its layers"
-    if case.device == "late" and case.model in EXPERTS and case.engine == "zero3" and case.tiles == "off":
+    if case.device != "cpu" and case.model in EXPERTS and case.engine == "zero3" and case.tiles == "off":
         return "a loop over experts calls an activation for each, which ZeRO-3 counts: its experts must be a leaf"
     if case.model in LONGEST and case.data.startswith("packed"):
         return "its frequencies are those of the sample's longest document, which plain transformers has not alone"
@@ -210,8 +211,8 @@ def build(case, fields=None):
         model = (zoo.build_hybrid if hybrid else zoo.build)(case.model, case.dtype, **more)
     finally:
         torch.set_default_dtype(torch.float32)
-    if hasattr(model, "set_experts_implementation") and (case.dtype == torch.float64 or case.device == "late"):
-        model.set_experts_implementation("eager")  # the grouped kernel has no fp64, and not that device
+    if hasattr(model, "set_experts_implementation") and (case.dtype == torch.float64 or case.device != "cpu"):
+        model.set_experts_implementation("eager")  # the grouped kernel has no fp64, not that device, and bf16 on CUDA
     for name, p in model.named_parameters():
         p.requires_grad_(not any(part in name for part in {**WEIGHTS, **MORE_WEIGHTS}[case.weights]))
     return model
@@ -277,7 +278,7 @@ def engine_of(model, kind, accumulation, bucket=2_000):
         from alstlib.train import operators
 
         operators.leave_out()
-    else:
+    elif next(model.parameters()).device.type != "cuda":
         from device import accelerator
 
         accelerator.install()
@@ -333,6 +334,21 @@ def full_host():
 
 
 @contextlib.contextmanager
+def late_copies(seed):
+    """On a GPU: before each copy on a side stream, and before some on the compute stream, up to half a millisecond
+    passes there."""
+    dice, copy = random.Random(seed), torch.Tensor.copy_
+
+    def later(self, *args, **kwargs):
+        if torch.cuda.current_stream() != torch.cuda.default_stream() or dice.random() < 0.1:
+            torch.cuda._sleep(dice.randrange(1_000_000))
+        return copy(self, *args, **kwargs)
+
+    with mock.patch.object(torch.Tensor, "copy_", later):
+        yield
+
+
+@contextlib.contextmanager
 def conditions(case, rank):
     """Short pages, and memory that is NaN until it is written; on the device, copies as late as can be, and ranks that
     come to their collectives at different times. Tiles that are not small stand for larger pages, of several chunks,
@@ -347,6 +363,8 @@ def conditions(case, rank):
             group.delay(1000)
             stack.callback(group.delay, 0)
             stack.enter_context(module.late(module.NEVER, seed=rank))
+        elif case.device == "cuda":
+            stack.enter_context(late_copies(rank))
         elif case.engine == "average":
             stack.enter_context(nan_memory())
         yield
@@ -370,6 +388,9 @@ def _run(rank, case, more):
         place = module.device()
         model = model.to(place)
         model.tie_weights()  # on a device of another kind each weight became one of its own
+    elif case.device == "cuda":
+        place = torch.device("cuda", 0)
+        model = model.to(place)
     chosen = {**TILES[case.tiles], **WAYS[case.way], "linear_attention": case.states, **more.options}
     if more.host_memory:
         chosen["host_memory"] = more.host_memory[rank]
@@ -386,12 +407,12 @@ def _run(rank, case, more):
             logged, scale = 0.0, 1.0 if block else SCALE
             loader = SPDataLoader(mine, ctx, accumulation, replicated=True, device=place, pad_to=more.pad_to)
             with conditions(case, rank):
-                if place is not None:
+                if case.device == "late":
                     group.calls()
                 for i, batch in enumerate(loader):
                     out = backward(engine, batch, case.engine, block, i == accumulation - 1)
                     logged += float(out.mean) * int(out.tokens) / max(1, int(batch["step_tokens"]))
-                for call in group.calls() if place is not None else ():
+                for call in group.calls() if case.device == "late" else ():
                     if call.device:
                         calls.setdefault(call.group, []).append(call.op)
             got = {n: g / scale for n, g in gradients(model, case.engine).items()}

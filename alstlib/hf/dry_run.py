@@ -135,7 +135,10 @@ def _without_triton() -> Iterator[None]:
         return
     from triton.runtime.jit import KernelInterface
 
-    with mock.patch.object(KernelInterface, "__getitem__", lambda kernel, grid: lambda *args, **kwargs: None):
+    def launcher(kernel: Any, grid: Any) -> Any:
+        return lambda *args, **kwargs: None
+
+    with mock.patch.object(KernelInterface, "__getitem__", launcher):
         yield
 
 

@@ -36,7 +36,7 @@ def test_the_layers_and_their_attention_are_seen(name):
 
 
 def test_kernels_of_triton_are_not_launched(monkeypatch):
-    """To them a tensor without memory is a null pointer: Liger's ended the first run on a GPU with an illegal access."""
+    """To them a tensor without memory is a null pointer: Liger's ended a run on a GPU with an illegal access."""
 
     class KernelInterface:
         def __getitem__(self, grid):
@@ -52,8 +52,8 @@ def test_kernels_of_triton_are_not_launched(monkeypatch):
     jit.KernelInterface = KernelInterface
     triton = types.ModuleType("triton")
     triton.__spec__ = importlib.machinery.ModuleSpec("triton", None)
-    for name, module in {"triton": triton, "triton.runtime": types.ModuleType("triton.runtime"), jit.__name__: jit}.items():
-        monkeypatch.setitem(sys.modules, name, module)
+    for module in (triton, types.ModuleType("triton.runtime"), jit):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     model = make_model("gqa")
     for layer in model.model.layers:
         layer.input_layernorm = Norm()

@@ -79,7 +79,7 @@ def test_the_watch_sees_a_wait():
 def test_gpu_step_waits_for_nothing(chunk):
     model = make_model("gqa").to("cuda", torch.bfloat16)
     batch = {n: t.cuda() if n not in (*WHOLE, "step_tokens") else t for n, t in shard(0, 1, 301).items()}
-    with attach(model, chunk=chunk, **{**ALL_ON, "tiles": {"mlp": 50, "loss": 70, "norm": True}}):
+    with attach(model, chunk=chunk, on_host="none", **{**ALL_ON, "tiles": {"mlp": 50, "loss": 70, "norm": True}}):
         for _ in range(2):
             alstlib.causal_lm_loss(model, batch).loss.backward()
         torch.cuda.synchronize()
