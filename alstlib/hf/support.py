@@ -66,16 +66,17 @@ class Facts:
 
 
 def _routers(model: nn.Module) -> list[nn.Module]:
-    """The modules whose logits transformers records as `router_logits`, those with (logits, scores, ...) as output, of
-    a model that makes the loss that is made here."""
+    """The modules whose logits transformers records as `router_logits`, those with (logits, scores, ...) or logits
+    alone as output, of a model that makes the loss that is made here."""
     if not hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func"):
         return []
     recorders: list[Any] = []
     for m in model.modules():
         found = (getattr(m, "_can_record_outputs", None) or {}).get("router_logits")
         recorders += found if isinstance(found, list | tuple) else [found] if found is not None else []
-    kinds = tuple({r.target_class for r in recorders if getattr(r, "index", None) == 0})
-    return [m for m in model.modules() if kinds and isinstance(m, kinds)]
+    kinds = {(r.target_class, f".{r.layer_name or ''}.") for r in recorders if getattr(r, "index", None) == 0}
+    named = [(f".{name}..", m) for name, m in model.named_modules()]
+    return [m for name, m in named if any(isinstance(m, kind) and part in name for kind, part in kinds)]
 
 
 NO_HEADS = (1, 0, 0, 1)
