@@ -32,9 +32,10 @@ from alstlib.hf.pass_state import Objective, PassState
 from alstlib.hf.routers import attach_routers, refuse_lost_gradients
 from alstlib.hf.support import check_model, check_shared, shared_weights
 from alstlib.hf.token_logps import OverRanks
+from alstlib.kernels.backends import BACKENDS
 from alstlib.linear.adapters import adapter_of, is_tokenwise
 from alstlib.linear.attach import attach_states
-from alstlib.mesh import ATTACHED, SPContext
+from alstlib.mesh import ATTACHED, SPContext, own_device
 from alstlib.options import Options
 from alstlib.recompute import begin, now
 from alstlib.tiled.compute import TiledMLP, TiledNorm, is_norm
@@ -103,6 +104,12 @@ def apply(model: PreTrainedModel, ctx: SPContext | None = None, options: Options
         handle.notes.append(
             f"the model has {', '.join(drops)}: ranks with the same seed drop the same positions of their slices; seed "
             "each rank with seed + rank"
+        )
+    lacking = -(handle.chunk or 0) % BACKENDS["cudnn"].granule
+    if lacking and own_device().type == "cuda":
+        handle.notes.append(
+            f"chunk={handle.chunk:,}: cuDNN's attention takes multiples of 256 tokens, such as "
+            f"{(handle.chunk or 0) + lacking:,}; this one is left to a kernel of about half its speed"
         )
     for note in handle.notes:
         log.warning(note)

@@ -5,6 +5,7 @@ import copy
 import functools
 import operator
 import pickle
+import sys
 
 import numpy as np
 import peft
@@ -91,6 +92,13 @@ def test_detach_restores_the_model_exactly(kind, options):
     assert handle.store.nbytes == 0
     handle.detach()
     assert anatomy(model) == before
+
+
+@pytest.mark.parametrize(("chunk", "notes"), [(16_384, 0), (16_000, 1)])
+def test_a_chunk_that_cudnn_leaves_to_a_slower_kernel_is_said(monkeypatch, chunk, notes):
+    monkeypatch.setattr(sys.modules["alstlib.hf.attach"], "own_device", lambda: torch.device("cuda"))
+    with attach(make_model("gqa"), chunk=chunk) as handle:
+        assert [note[:14] for note in handle.notes] == ["chunk=16,000: "] * notes
 
 
 def test_an_error_leaves_nothing(monkeypatch):

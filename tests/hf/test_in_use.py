@@ -231,7 +231,10 @@ def test_a_router_may_be_one_projection_among_others(monkeypatch):
     want = loss, {name.replace("router.weight", "router.projection.weight"): g for name, g in grads.items()}
     for block in [m for m in model.modules() if type(m).__name__ == "JambaSparseMoeBlock"]:
         block.router = Router(block.router)
-    recorded = {**type(model)._can_record_outputs, "router_logits": OutputRecorder(nn.Linear, layer_name="router.projection")}
+    recorded = {
+        **type(model)._can_record_outputs,
+        "router_logits": OutputRecorder(nn.Linear, layer_name="router.projection"),
+    }
     monkeypatch.setattr(JambaPreTrainedModel, "_can_record_outputs", recorded)
     with attach(model, **ALL_ON) as handle:
         assert {type(m) for m in handle.facts.routers} == {nn.Linear}
