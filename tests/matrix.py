@@ -301,7 +301,8 @@ def gradients(model, kind):
             grad = safe_get_full_grad(p)
         else:
             grad = torch.zeros_like(p) if p.grad is None and kind == "average" else p.grad
-            grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+            # on the CPU, because gloo ends the process where it gathers tensors of a GPU (PyTorch's issue 152645)
+            grad = grad.cpu().full_tensor() if hasattr(grad, "full_tensor") else grad
         if grad is not None:
             found[name] = grad.detach().to("cpu", copy=True)
             if kind == "average":

@@ -6,11 +6,6 @@ import matrix
 import pytest
 
 
-def beyond_gloo(case):
-    """FSDP2 on several ranks: gloo ends the process on a GPU's tensors (torch 2.11), and NCCL wants a GPU for each."""
-    return case.engine == "fsdp2" and case.sp * case.dp > 1
-
-
 def rounds_otherwise(case):
     """Dynamic NTK's frequencies are computed in fp32 in each forward, and a CPU's are not a GPU's: the gradients differ
     by 1.2e-8."""
@@ -18,9 +13,7 @@ def rounds_otherwise(case):
 
 
 TABLE = [
-    replace(case, device="cuda")
-    for case in matrix.table()
-    if case.device == "late" and not beyond_gloo(case) and not rounds_otherwise(case)
+    replace(case, device="cuda") for case in matrix.table() if case.device == "late" and not rounds_otherwise(case)
 ]
 
 
