@@ -194,6 +194,15 @@ def check_step(got, want, loss=1e-6, gradient=1e-5):
     assert error < gradient, (error, name)
 
 
+def check_attached(model, data, steps=1, **options):
+    """Steps of the model, attached with these options, are those of plain transformers; returns the handle."""
+    want = plain_step(model, data)
+    with attach(model, **options) as handle:
+        for _ in range(steps):
+            check_step(step(model, data), want)
+    return handle
+
+
 def on_ranks(pools, world, fn, *args):
     """The results of all ranks; of one rank, from this process."""
     return pools(world)(fn, *args) if world > 1 else [fn(0, 1, *args)]

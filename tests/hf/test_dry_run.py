@@ -149,40 +149,7 @@ def test_a_padding_token_among_others_is_refused_where_it_is_not_counted():
         step(model, {**batch, "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0]])})
 
 
-# ----- what is refused at `apply`
-
-BART = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "is_decoder": True,
-        "is_encoder_decoder": False}  # fmt: skip
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-REFUSED = {
-    "a mask of its own": (
-        lambda: small("DogeConfig"),
-        {},
-        r"layer 0 of DogeForCausalLM \(DogeAttention\) makes an attention mask by itself",
-    ),
-    "a window that is not said": (
-        lambda: small("PhimoeConfig", sliding_window=7, **EXPERTS),
-        {},
-        r"layer 0 \(PhimoeAttention\) may slide by config.sliding_window=7, .* set it to None if no",
-    ),
-    "a window without a mask": (
-        lambda: small("OlmoeConfig", sliding_window=7, num_experts=4, num_experts_per_tok=2),
-        {},
-        r"layer 0 \(OlmoeAttention\) gives its attention the window 7, but .* set config.sliding_window to None",
-    ),
-    "numbers": (lambda: small("BartConfig", **BART), {}, "BartForCausalLM numbers its tokens by itself"),
-    "attention twice, streamed": (
-        lambda: small("DiffLlamaConfig"),
-        {"chunk": 4},
-        r"layer 0 \(DiffLlamaDecoderLayer\) calls attention more than once, so it cannot run in chunks",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("make, options, message", REFUSED.values(), ids=REFUSED)
-def test_refused_before_the_first_call(make, options, message):
-    with pytest.raises(ValueError, match=message):
-        attach(make(), **options)
+# ----- what is not refused at `apply`; all that is has a table in test_attach
 
 
 def test_dropout_of_a_config_that_no_layer_uses_is_not_refused():
@@ -194,7 +161,7 @@ def test_dropout_of_a_config_that_no_layer_uses_is_not_refused():
 
 def test_a_window_that_nothing_uses_is_not_refused():
     """Phi-3.5-MoE's window is in the mask that its model makes, and nowhere else."""
-    model = small("PhimoeConfig", sliding_window=7, **EXPERTS)
+    model = small("PhimoeConfig", sliding_window=7, num_local_experts=4, num_experts_per_tok=2)
     model.config.sliding_window = None
     with attach(model):
         model(**sample_of(26))

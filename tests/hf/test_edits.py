@@ -4,11 +4,9 @@ import copy
 import gc
 import weakref
 
-import peft
 import pytest
 import torch
-from cases import ALL_ON, attach, batch_of, check_step, gradients, make_model, own_step, plain_step, step, worst_error
-from torch import nn
+from cases import ALL_ON, attach, batch_of, check_step, gradients, make_model, own_step, plain_step, step
 from transformers import AttentionInterface
 
 import alstlib
@@ -54,21 +52,6 @@ def test_a_deep_copy_of_a_part_is_plain(how):
         x = torch.randn(1, 20, 32)
         layer(x, attention_mask=mask, position_embeddings=body.rotary_emb(x, torch.arange(20)[None])).sum().backward()
         assert gradients(model) == {}
-
-
-def test_a_head_that_peft_copies_trains():
-    """`modules_to_save` makes a deep copy of the head inside the attached model."""
-    model, config = make_model(), peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
-    reference = peft.get_peft_model(copy.deepcopy(model), config)
-    with attach(model, **ALL_ON):
-        wrapped = peft.get_peft_model(model, config)
-        got = step(wrapped, BATCH)[1]
-    torch.manual_seed(0)
-    logits = reference(input_ids=IDS).logits
-    nn.functional.cross_entropy(logits.flatten(0, 1), BATCH["shift_labels"].flatten()).backward()
-    name = "base_model.model.lm_head.modules_to_save.default.weight"
-    assert worst_error({name: got[name]}, {name: gradients(reference)[name]})[0] < 1e-5
-    assert torch.allclose(wrapped(input_ids=IDS).logits, logits, atol=1e-5)
 
 
 # ----- the end

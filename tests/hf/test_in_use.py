@@ -168,27 +168,6 @@ def test_router_loss_is_in_the_output():
 # ----- what is refused at a call
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"position_bias": torch.zeros(1)}, "layer 0 (LlamaAttention) adds a position_bias to its scores"),
-        ({"is_causal": False}, "layer 0 (LlamaAttention) is not causal"),
-        ({"output_router_logits": True}, "accepted"),  # a model without routers has no use for it
-    ],
-    ids=str,
-)
-def test_what_a_call_asks_of_attention(given, message):
-    with attach(make_model()) as handle:
-        assert message in error_of(handle.model, **SAMPLE, **given)
-
-
-def test_a_sliding_layer_that_does_not_say_its_window_is_refused():
-    model = zoo.build("gemma3")
-    model.model.layers[0].self_attn.sliding_window = None
-    with pytest.raises(ValueError, match=r"layer 0 .* has a sliding window by config.layer_types, but"):
-        attach(model)
-
-
 @pytest.mark.parametrize("how", ["on", "chunk"])
 def test_layers_that_share_keys_are_refused_where_they_would_be_recomputed(how):
     model = zoo.small(
