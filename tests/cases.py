@@ -166,10 +166,10 @@ def step(
     return out.mean.item(), gradients(model, ctx.world_size if ctx else 1)
 
 
-def own_step(model, **given):
-    """A step that calls the model itself, attached or not, with what a user gives it."""
+def own_step(model, of="loss", **given):
+    """A step that calls the model itself, attached or not, with what a user gives it; of this part of its output."""
     model.zero_grad()
-    loss = model(**given).loss
+    loss = model(**given)[of]
     loss.backward()
     return loss.item(), gradients(model)
 
@@ -194,6 +194,21 @@ def check_step(got, want, loss=1e-6, gradient=1e-5):
     assert error < gradient, (error, name)
 
 
+def check_attached(model, data, steps=1, **options):
+    """Steps of the model, attached with these options, are those of plain transformers; returns the handle."""
+    want = plain_step(model, data)
+    with attach(model, **options) as handle:
+        for _ in range(steps):
+            check_step(step(model, data), want)
+    return handle
+
+
+def check_refused(message, fn, *args, **kwargs):
+    """A call is refused, with a message that has this pattern."""
+    with pytest.raises(ValueError, match=message):
+        fn(*args, **kwargs)
+
+
 def on_ranks(pools, world, fn, *args):
     """The results of all ranks; of one rank, from this process."""
     return pools(world)(fn, *args) if world > 1 else [fn(0, 1, *args)]
@@ -213,7 +228,7 @@ def train(model, batch):
     return out
 
 
-def peak(model, batch, **options):
+def peak(model, batch, block=None, **options):
     """Device bytes that the third step of an attached model takes at most, besides what is there before it."""
     with alstlib.apply(model, None, alstlib.Options(**options)) as handle, Ledger("cpu", [handle.store]) as ledger:
         ledger.mark_host(())
@@ -221,7 +236,7 @@ def peak(model, batch, **options):
             model.zero_grad()
             ledger.start()
             start = ledger.device_bytes
-            train(model, batch)
+            train(model, batch) if block is None else alstlib.block_step(model, batch, block)
         return ledger.device_peak - start
 
 

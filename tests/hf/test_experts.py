@@ -6,24 +6,35 @@ import gc
 import pytest
 import torch
 import zoo
-from cases import attach, check_step, gradients, make_model, sample_of, step, worst_error
-from operators import peak_of_step
+from cases import (
+    attach,
+    check_attached,
+    check_refused,
+    check_step,
+    make_model,
+    on_ranks,
+    own_step,
+    plain_step,
+    sample_of,
+    step,
+    worst_error,
+)
+from operators import error_of, peak_of_step
 from torch import nn
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssDecoderLayer
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 import alstlib
 from alstlib.hf.experts import TiledExperts
-from alstlib.measure.verify import plain
 from alstlib.sizing import TILE_BYTES
 from alstlib.tiled.compute import as_on
 
-MODELS = ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"]
+THREE = {"mlp": 3, "loss": True, "norm": True}
 HOW = {
-    "checkpoints": {"tiles": {"mlp": 3, "loss": True, "norm": True}},
-    "no checkpoints": {"tiles": {"mlp": 7, "loss": True, "norm": True}, "checkpoint": False},
-    "tiles in chunks": {"tiles": {"mlp": 2, "loss": True, "norm": True}, "chunk": 5},
-    "a token": {"tiles": {"mlp": 1, "loss": True, "norm": True}},
+    "checkpoints": {"tiles": THREE},
+    "no checkpoints": {"tiles": THREE, "checkpoint": False},
+    "tiles in chunks": {"tiles": THREE, "chunk": 5},
+    "a token": {"tiles": {**THREE, "mlp": 1}},
 }
 LENGTH = 17
 
@@ -32,16 +43,14 @@ def sample(rows=1):
     return sample_of(LENGTH, rows, documents=[LENGTH])
 
 
-@pytest.mark.parametrize("name", MODELS[:3])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
 def test_the_routers_logits_are_those_of_the_whole_slice(name):
     """Without labels transformers collects them itself: one entry for each layer, with the tokens in order."""
     model, ids = zoo.build(name), sample(2)["input_ids"]
     want = model(ids, output_router_logits=True)
-    with attach(model, checkpoint=False, tiles={"mlp": 3, "loss": True, "norm": True}):
+    with attach(model, checkpoint=False, tiles=THREE):
         got = model(ids, output_router_logits=True)
-    assert [t.shape for t in got.router_logits] == [t.shape for t in want.router_logits]
-    for mine, its in zip(got.router_logits, want.router_logits):
-        assert torch.allclose(mine, its, atol=1e-5)
+    torch.testing.assert_close(got.router_logits, want.router_logits, atol=1e-5, rtol=1e-5)
     assert got.aux_loss.item() == pytest.approx(want.aux_loss.item(), rel=1e-6)
 
 
@@ -53,18 +62,16 @@ def test_a_balance_without_a_graph_is_not_left_out(how, read):
     with attach(model, **HOW[how]):
         out = model(ids, output_router_logits=True)
         balance = out.aux_loss if read == "aux_loss" else out.router_logits[1].logsumexp(-1).sum()
-        with pytest.raises(ValueError, match=r"aux_loss and router_logits have no gradient here: .* model labels"):
-            (out.logits.sum() + balance).backward()
+        check_refused(
+            r"aux_loss and router_logits have no gradient here: .* model labels", (out.logits.sum() + balance).backward
+        )
 
 
 def test_a_balance_with_a_graph_has_its_gradient():
     model, ids = zoo.build("mixtral"), sample()["input_ids"]
 
     def balance():
-        model.zero_grad()
-        loss = model(ids, output_router_logits=True).aux_loss
-        loss.backward()
-        return loss.item(), gradients(model)
+        return own_step(model, input_ids=ids, output_router_logits=True, of="aux_loss")
 
     want = balance()
     with attach(model, checkpoint=False, tiles={"loss": True, "norm": True}):
@@ -78,7 +85,7 @@ def test_a_balance_with_a_graph_has_its_gradient():
 def test_a_recompute_does_not_run_experts_in_vain(name):
     """Six tiles in forward and six in backward; gpt-oss's block returns its router's scores too, which nobody reads."""
     model, calls = zoo.build(name), []
-    with attach(model, tiles={"mlp": 3, "loss": True, "norm": True}):
+    with attach(model, tiles=THREE):
         step(model, sample())
         model.model.layers[1].mlp.experts.register_forward_hook(lambda *_: calls.append(1))
         step(model, sample())
@@ -114,9 +121,7 @@ def test_further_outputs_that_a_layer_reads_or_returns_are_computed(kind):
         layer.__class__ = kind
         if kind is Returning:
             layer.register_forward_hook(lambda module, args, out: weighted(out))
-    want = plain(model, sample())
-    with attach(model, tiles={"mlp": 3, "loss": True, "norm": True}):
-        check_step(step(model, sample()), want)
+    check_attached(model, sample(), tiles=THREE)
 
 
 def test_the_tile_counts_the_experts_of_a_token(monkeypatch):
@@ -170,12 +175,11 @@ class Block(nn.Module):
 
 
 class Limited(Block):
-    """Each expert takes the first tokens, a quarter more than its part."""
+    """What an expert makes of a token is weighted by the token's share of all tokens."""
 
     def choose(self, shares):
         weights, chosen = shares.max(-1, keepdim=True)
-        place = (nn.functional.one_hot(chosen, 4).cumsum(1) * nn.functional.one_hot(chosen, 4)).sum(-1)
-        return chosen, weights * (place <= 1.25 * shares.shape[1] / 4)
+        return chosen, weights / weights.mean(1, keepdim=True)
 
 
 class ByToken(Block):
@@ -201,15 +205,10 @@ UNKNOWN = "may mix tokens (see Options.experts_by_token)"
 )  # fmt: skip
 def test_blocks_that_may_mix_tokens_are_left_as_they_are(kind, says, left, caplog):
     """Unless the user says that they do not: then they run in tiles."""
-    model = with_blocks(kind)
-    want = plain(model, sample())
-    tiles = {"mlp": 3, "loss": True, "norm": True}
-    with attach(model, tiles=tiles, experts_by_token=says) as handle:
-        check_step(step(model, sample()), want)
-        notes = [f"layer {i}: mlp ({kind.__name__}) {left}: left untiled" for i in range(2) if left]
-        assert handle.notes == notes
-        assert {r.message for r in caplog.records if r.name.startswith("alstlib.hf")} == set(notes)
-        assert isinstance(model.model.layers[0].mlp, TiledExperts) == (not left)
+    with attach(with_blocks(kind), tiles=THREE, experts_by_token=says) as handle:
+        assert [isinstance(layer.mlp, TiledExperts) for layer in handle.facts.layers] == [not left] * 2
+    assert handle.notes == [f"layer {i}: mlp ({kind.__name__}) {left}: left untiled" for i in range(2) if left]
+    assert {r.message for r in caplog.records if r.name.startswith("alstlib.hf")} == set(handle.notes)
 
 
 def test_experts_that_a_layer_calls_itself_are_said():
@@ -219,39 +218,33 @@ def test_experts_that_a_layer_calls_itself_are_said():
         "Gemma4TextConfig", **fields, enable_moe_block=True, hidden_size_per_layer_input=0, head_dim=8,
         layer_types=zoo.LAYER_TYPES,
     )  # fmt: skip
-    want = plain(model, sample())
-    with attach(model, tiles={"mlp": 3, "loss": True, "norm": True}) as handle:
-        check_step(step(model, sample()), want)
-        assert handle.notes == [
-            f"layer {i}: experts (Gemma4TextExperts) is not inside its MLP: left untiled" for i in range(2)
-        ]
+    assert check_attached(model, sample(), tiles=THREE).notes == [
+        f"layer {i}: experts (Gemma4TextExperts) is not inside its MLP: left untiled" for i in range(2)
+    ]
 
 
-def rows_are_refused(rank, world):
-    refused(chunk=5) if world == 1 else refused(alstlib.SPContext.create(world))
+def refused(rank, world):
+    ctx = alstlib.SPContext.create(world)
+    return error_of(attach, with_blocks(Limited), ctx, chunk=None if world > 1 else 5)
 
 
-def refused(ctx=None, **options):
-    message = r"layer 0: mlp \(Limited\) routes tokens to experts, and may mix them: .*Options\(experts_by_token=True\)"
-    with pytest.raises(ValueError, match=message):
-        alstlib.apply(with_blocks(Limited), ctx, alstlib.Options(**options))
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_blocks_that_may_mix_tokens_are_refused_for_some_of_the_rows(pools, ranks):
-    pools(ranks)(rows_are_refused)
+@pytest.mark.parametrize("world", [1, 2])
+def test_blocks_that_may_mix_tokens_are_refused_for_some_of_the_rows(pools, world):
+    for said in on_ranks(pools, world, refused):
+        assert said.startswith("layer 0: mlp (Limited) routes tokens to experts, and may mix them: ")
+        assert "Options(experts_by_token=True)" in said
 
 
 def test_blocks_that_may_mix_tokens_are_refused_in_blocks_of_the_model():
-    with attach(with_blocks(Limited)) as handle, pytest.raises(ValueError, match=r"may mix them: .*run by blocks"):
-        step(handle.model, sample(), block=5)
+    with attach(with_blocks(Limited)) as handle:
+        check_refused(r"may mix them: .*run by blocks", step, handle.model, sample(), block=5)
 
 
 def test_a_block_that_mixes_tokens_is_seen_by_the_comparison():
     """`alst verify` says of all blocks that they are token-wise, and compares."""
     model = with_blocks(Limited)
-    want = plain(model, sample())
-    with attach(model, tiles={"mlp": 3, "loss": True, "norm": True}, experts_by_token=True):
+    want = plain_step(model, sample())
+    with attach(model, tiles=THREE, experts_by_token=True):
         assert worst_error(step(model, sample())[1], want[1])[0] > 1e-3
 
 

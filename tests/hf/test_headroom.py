@@ -4,8 +4,8 @@ from unittest import mock
 
 import pytest
 import torch
-from cases import attach, check_step, plain_step, sample_of, step
-from test_layer_runner import LAYERS, LENGTH, OUTPUT, TILES, batch, model_of
+from cases import attach, check_step, on_ranks, plain_step, sample_of, step
+from test_layer_runner import LAYERS, LENGTH, OUTPUT, TILES, model_of
 
 import alstlib
 from alstlib.offload import headroom
@@ -90,33 +90,21 @@ def test_a_forward_without_a_backward_keeps_nothing(meter):
 # ----- a model
 
 
-@pytest.mark.parametrize("chunk", [None, 20])
-@pytest.mark.parametrize("fits", [0, 1, LAYERS])
-def test_a_model_keeps_what_fits_with_exact_gradients(monkeypatch, fits, chunk):
-    def read(device):
-        return 0, 1000, int((1000 + fits * OUTPUT) / headroom.SHARE) + 1
-
-    monkeypatch.setattr(headroom, "device_memory", read)
-    model = model_of()
-    want = plain_step(model, batch())
-    with attach(model, **TILES, chunk=chunk) as handle:
-        for kept in (0, fits / LAYERS):
-            check_step(step(model, batch()), want)
+def keeps(rank, world, fits, chunk):
+    """The first step keeps nothing, the second what fits of all outputs on the fullest device; each is exact."""
+    memory = (0, 1000, int((1000 + fits[rank] * OUTPUT // world) / headroom.SHARE) + 1)
+    ctx, model, data = alstlib.SPContext.create(world), model_of(), sample_of(LENGTH)
+    want = plain_step(model, data)
+    with (
+        mock.patch.object(headroom, "device_memory", return_value=memory),
+        attach(model, ctx, **TILES, chunk=chunk) as handle,
+    ):
+        for kept in (0, min(fits) / LAYERS):
+            check_step(step(model, data, ctx), want)
             assert handle.plan.attention_kept == kept
 
 
-def uneven_devices(rank, world):
-    ctx = alstlib.SPContext.create(world)
-    fits = [10 * LAYERS, 1][rank] * OUTPUT // world
-    memory = (0, 1000, int((1000 + fits) / headroom.SHARE) + 1)
-    with (
-        mock.patch.object(headroom, "device_memory", return_value=memory),
-        attach(model_of(), ctx, **TILES) as handle,
-    ):
-        for _ in range(2):
-            step(handle.model, sample_of(LENGTH), ctx)
-        return handle.plan.attention_kept
-
-
-def test_ranks_agree_on_the_fullest_device(ranks2):
-    assert ranks2(uneven_devices) == [1 / LAYERS] * 2
+@pytest.mark.parametrize("chunk", [None, 20])
+@pytest.mark.parametrize("fits", [[0], [1], [LAYERS], [10 * LAYERS, 1]], ids=str)
+def test_a_model_keeps_what_fits_with_exact_gradients(pools, fits, chunk):
+    on_ranks(pools, len(fits), keeps, fits, chunk)

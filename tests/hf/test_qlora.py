@@ -24,17 +24,17 @@ BASES = [
 
 
 class Packed(nn.Linear):
-    """A linear layer whose weight is two 4-bit numbers in a byte: uint8 [out * in / 2, 1], as bitsandbytes has it."""
+    """A linear layer whose weight is a column of whole numbers, uint8 [out * in, 1], almost as bitsandbytes has it."""
 
     def __init__(self, linear):
         super().__init__(linear.in_features, linear.out_features, bias=False)
-        self.step = float(linear.weight.detach().abs().max()) / 7
-        codes = (linear.weight.detach() / self.step).round().to(torch.int16).flatten() + 8
-        self.weight = nn.Parameter((codes[::2] * 16 + codes[1::2]).to(torch.uint8)[:, None], requires_grad=False)
+        weight = linear.weight.detach()
+        self.step = float(weight.abs().max()) / 7
+        self.weight = nn.Parameter((weight / self.step + 8.5).to(torch.uint8).view(-1, 1), requires_grad=False)
 
     def forward(self, x):
-        codes = torch.cat([self.weight // 16, self.weight % 16], 1).view(self.out_features, self.in_features)
-        return nn.functional.linear(x, (codes.to(x.dtype) - 8) * self.step)
+        weight = (self.weight.to(x.dtype) - 8) * self.step
+        return nn.functional.linear(x, weight.view(self.out_features, self.in_features))
 
 
 def base(kind, folder):

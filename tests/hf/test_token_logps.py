@@ -2,12 +2,13 @@
 them under engines."""
 
 import copy
+import functools
 
 import pytest
 import torch
 import zoo
-from cases import ALL_OFF, attach, gradients, make_model, on_ranks, worst_error
-from operators import error_of, randn
+from cases import ALL_OFF, attach, batch, check_refused, each_document, gradients, make_model, on_ranks, worst_error
+from operators import randn
 from test_block_step import PACKED, sample
 from torch import nn
 
@@ -30,10 +31,10 @@ OPTIONS = [
 
 def plain(model, data, temperature=1.0):
     """Log-probabilities, entropies, correctness and mean logits [B, S] of plain transformers, documents one by one."""
-    lengths = data.get("document_lengths", [[data["input_ids"].shape[1]]])[0]
     found = []
-    for ids, labels in zip(data["input_ids"].split(lengths, 1), data["labels"].split(lengths, 1)):
-        labels, logits = reference.shift(labels), model(input_ids=ids, use_cache=False).logits / temperature
+    for part in each_document(data):
+        labels = reference.shift(part["labels"])
+        logits = model(input_ids=part["input_ids"], use_cache=False).logits / temperature
         logps = logits.log_softmax(-1).gather(-1, labels.clamp_min(0)[..., None])[..., 0] * (labels != -100)
         found.append((logps, *reference.head_statistics(logits.detach(), labels)))
     return tuple(torch.cat(parts, 1) for parts in zip(*found))  # type: ignore[return-value]
@@ -45,28 +46,35 @@ def part_of(whole, world, rank):
 
 
 def exact(rank, world, name, data, temperature):
-    """Values, statistics and gradients of an fp64 model, whose tokens have random upstream gradients."""
-    ctx, model = alstlib.SPContext.create(world), zoo.build(name, torch.float64)
-    weights = randn(*data["input_ids"].shape, seed=4)
+    """Values, statistics and gradients of an fp64 model, whose tokens have random upstream gradients; and the loss's
+    statistics, whole and block by block, which are those of all tokens that count."""
+    ctx, model, weights = alstlib.SPContext.create(world), zoo.build(name, torch.float64), randn(*data["labels"].shape)
     with in_full():
         twin = copy.deepcopy(model)
+        data["labels"][:, 1:4] = twin(data["input_ids"]).logits.argmax(-1)[:, :3]  # some are right
         want, entropy, correct, mean = plain(twin, data, temperature)
         (want * weights).sum().backward()
-        grads = gradients(twin)
-    batch = shard_batch(data, world, rank)
+    given, grads, means = shard_batch(data, world, rank), gradients(twin), []
+    for of_tokens in (entropy, correct):
+        means.append(float(of_tokens.sum() / (want != 0).sum()))
+    assert 0 < means[1] < 1
     for options in OPTIONS:
         with attach(model, ctx, **options), in_full():
             model.zero_grad()
-            logps = alstlib.token_logps(model, batch, temperature=temperature)
-            again = alstlib.token_logps(model, batch, statistics=True, temperature=temperature)
+            logps = alstlib.token_logps(model, given, temperature=temperature)
+            again = alstlib.token_logps(model, given, statistics=True, temperature=temperature)
             (logps * part_of(weights, world, rank)).sum().mul(world).backward()
-            for got, whole in ((logps, want), (again.entropy, entropy), (again.mean_logits, mean)):
+            for got, whole in ((logps, want), (again.logps, want), (again.entropy, entropy), (again.mean_logits, mean)):
                 assert relative_error(got, part_of(whole, world, rank)) < 1e-11, options
-            assert relative_error(again.logps, logps) < 1e-11, options
             assert worst_error(gradients(model, world), grads)[0] < 1e-11, options
             assert torch.equal(again.correct, part_of(correct, world, rank)), options
-            assert logps.shape == batch["shift_labels"].shape
-            assert logps.dtype == torch.float64
+            assert (logps.shape, logps.dtype) == (given["shift_labels"].shape, torch.float64)
+            runs = (alstlib.causal_lm_loss, functools.partial(alstlib.block_step, block=4))
+            for run in runs[: 1 if "chunk" in options else 2] if temperature == 1.0 else ():
+                out = run(model, given, statistics=True)
+                assert [out.entropy.item(), out.accuracy.item()] == pytest.approx(means, rel=1e-11)
+                assert not any(t.requires_grad for t in (out.entropy, out.accuracy))
+                assert run(model, given).entropy is None
 
 
 @pytest.mark.parametrize(
@@ -79,40 +87,6 @@ def test_values_and_gradients_of_plain_transformers(pools, name, world, document
     on_ranks(pools, world, exact, name, data, temperature)
 
 
-# ----- statistics of the loss
-
-
-def loss_statistics(rank, world):
-    """Entropy and accuracy for several options, of the loss and block by block; then those of plain transformers."""
-    ctx, model, data = alstlib.SPContext.create(world), make_model("gemma2"), sample()
-    logits = model(data["input_ids"], use_cache=False).logits.detach()
-    data["labels"][:, 1:8] = logits.argmax(-1)[:, :7]  # some are right
-    labels = reference.shift(data["labels"])
-    entropy, correct, _ = reference.head_statistics(logits, labels)
-    valid = int((labels != -100).sum())
-    assert 7 <= int(correct.sum()) < valid
-    batch, found = shard_batch(data, world, rank), []
-    for options in OPTIONS:
-        with attach(model, ctx, **options):
-            found.append(alstlib.causal_lm_loss(model, batch, statistics=True))
-            assert alstlib.causal_lm_loss(model, batch).entropy is None
-            found[-1].loss.backward()
-            if "chunk" not in options:
-                found += [alstlib.block_step(model, batch, n, statistics=True) for n in (4, 64)]
-                assert alstlib.block_step(model, batch, 4).accuracy is None
-    assert not any(out.entropy.requires_grad or out.accuracy.requires_grad for out in found)
-    want = [float(entropy.sum()) / valid, int(correct.sum()) / valid]
-    return [*([out.entropy.item(), out.accuracy.item()] for out in found), want]
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_statistics_are_those_of_all_valid_tokens(pools, world):
-    for *found, want in on_ranks(pools, world, loss_statistics):
-        assert len(found) == 9
-        for got in found:
-            assert got == pytest.approx(want, rel=1e-6)
-
-
 # ----- one process
 
 
@@ -123,29 +97,26 @@ def test_sums_of_documents():
     mask[0, 7:] = 0
     data = {"input_ids": ids, "labels": ids, "attention_mask": mask, "document_lengths": [[3, 4], [10]]}
     values = torch.arange(24.0).view(2, 12).requires_grad_()
-    batch = shard_batch(data, 1, 0, pad_to=12)
-    assert alstlib.sequence_logps(values, batch, ctx).tolist() == [3, 18, sum(range(12, 22))]
+    padded = shard_batch(data, 1, 0, pad_to=12)
+    assert alstlib.sequence_logps(values, padded, ctx).tolist() == [3, 18, sum(range(12, 22))]
     sums = alstlib.sequence_logps(values, {}, ctx)
     assert sums.tolist() == [sum(range(12)), sum(range(12, 24))]
     (sums * torch.tensor([2.0, -1.0])).sum().backward()
     assert values.grad.unique(dim=1).tolist() == [[2.0], [-1.0]]  # type: ignore[union-attr]
-    batch = shard_batch({"input_ids": ids, "labels": ids, "document_lengths": [[3, 7], [10]]}, 1, 0)
-    assert alstlib.sequence_logps(values[:, :10], batch, ctx).numel() == 3  # a row's end is the next row's start
+    whole = batch(10, (3, 7), rows=2)
+    assert alstlib.sequence_logps(values[:, :10], whole, ctx).numel() == 4  # a row's end is the next row's start
     assert alstlib.sequence_logps(torch.tensor([[2.0**24, 1.0, 1.0, 1.0]]), {}, ctx).item() == 2**24 + 3
 
 
 def test_refusals():
-    batch, model, experts = shard_batch(sample(), 1, 0), make_model("gqa"), zoo.build("mixtral")
-    assert "attach the model with alstlib.apply first" in error_of(alstlib.token_logps, model, batch)
+    given, model, experts = batch(21), make_model("gqa"), zoo.build("mixtral")
+    logps = functools.partial(alstlib.token_logps, model)
     with attach(model):
-        assert "the batch has no shift_labels" in error_of(alstlib.token_logps, model, {**batch, "shift_labels": None})
-        assert "temperature=0 must be a number above 0; 1.0 leaves" in error_of(
-            alstlib.token_logps, model, batch, temperature=0
-        )
+        check_refused("the batch has no shift_labels", logps, {**given, "shift_labels": None})
+        check_refused("temperature=0 must be a number above 0; 1.0 leaves", logps, given, temperature=0)
     with attach(experts) as handle:
-        assert "have no load-balancing loss: use output_router_logits=False" in error_of(
-            alstlib.token_logps, experts, batch
-        )
+        says = "have no load-balancing loss: use output_router_logits=False"
+        check_refused(says, alstlib.token_logps, experts, given)
         assert handle.state is None
         experts.config.output_router_logits = False
-        assert alstlib.token_logps(experts, batch).shape == batch["shift_labels"].shape
+        assert alstlib.token_logps(experts, given).shape == (1, 21)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import ALL_ON, attach, make_model, sample_of
+from cases import ALL_ON, attach, make_model, sample_of, train
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import alstlib
@@ -53,9 +53,9 @@ def places(rank, world, chunk):
     ctx, model = alstlib.SPContext.create(world), make_model("gemma2")
     batch = shard(rank, world)
     with attach(model, ctx, chunk=chunk, **ALL_ON):
-        alstlib.causal_lm_loss(model, batch).loss.backward()
+        train(model, batch)
         with Waits() as waits:
-            alstlib.causal_lm_loss(model, batch).loss.backward()
+            train(model, batch)
     return waits.places
 
 
@@ -81,11 +81,10 @@ def test_gpu_step_waits_for_nothing(chunk):
     batch = {n: t.cuda() if n not in (*WHOLE, "step_tokens") else t for n, t in shard(0, 1, 301).items()}
     with attach(model, chunk=chunk, on_host="none", **{**ALL_ON, "tiles": {"mlp": 50, "loss": 70, "norm": True}}):
         for _ in range(2):
-            alstlib.causal_lm_loss(model, batch).loss.backward()
+            train(model, batch)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            loss = alstlib.causal_lm_loss(model, batch).loss
-            loss.backward()
+            train(model, batch)
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -118,13 +118,15 @@ def test_no_byte_travels_in_vain(save):
     assert fetched == LAYERS * layer + 5 * ROW
 
 
-def test_the_same_bits_wherever_tensors_lie():
+@pytest.mark.parametrize("block", [None, CHUNK])
+def test_the_same_bits_wherever_tensors_lie(block):
+    """In chunks of each layer, and in blocks of the model, which have keys and values to place."""
     model, found = make_model("gqa"), []
-    for on_host in ("none", "hidden", "hidden+kv"):
-        with small_pages(), alstlib.apply(model, None, options(on_host=on_host, save_attention=True)):
-            found.append(step(model, batch(LENGTH, (3, 1, 18)))[1])
-    assert same(found[0], found[1])
-    assert same(found[0], found[2])
+    for on_host in ("none", "hidden+kv") if block else ("none", "hidden", "hidden+kv"):
+        how = options(on_host=on_host, save_attention=True, chunk=None if block else CHUNK)
+        with small_pages(), alstlib.apply(model, None, how):
+            found.append(step(model, batch(LENGTH, (3, 1, 18)), block=block)[1])
+    assert all(same(found[0], other) for other in found[1:])
 
 
 class Adapted(nn.Module):
