@@ -339,6 +339,12 @@ def lines_of(table, between=" -> "):
     return [tuple(cell.strip() for cell in line.split(between)) for line in table.strip().splitlines()]
 
 
+def make_file(path, text=""):
+    """And the folders above it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
 def wait_for(condition, seconds=200):
     deadline = time.monotonic() + seconds
     while not condition():

@@ -87,8 +87,8 @@ def commands(block):
         if made and made[-1].count('"') % 2:
             made[-1] += f"\n{line}"  # a text in quotes goes on
         else:
-            made += line.split(" && ") if '"' not in line else [line]
-    return [re.sub(r"(?m)\s+# .*$", "", one) if '"' not in one else one for one in made]
+            made += [line] if '"' in line else re.sub(r"\s+# .*$", "", line).split(" && ")
+    return made
 
 
 PRINTED = [(page, command) for page in PAGES for block in blocks(page) for command in commands(block)]
@@ -104,12 +104,6 @@ def test_each_block_is_run_or_says_why_not():
     assert len(PRINTED) >= 30
 
 
-def put(command):
-    for printed, here in HERE.items():
-        command = command.replace(printed, here)
-    return command
-
-
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
     """A copy of the checkout with this environment, a model with its tokenizer, and texts."""
@@ -118,31 +112,26 @@ def clone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages") / "alst"
     checkout(folder)
     (folder / ".venv").symlink_to(sys.prefix)
-    make_model("llama", vocab_size=512).save_pretrained(folder / "model")
-    tokenizer = get_tokenizer("stdlib-bpe", vocab_size=512)
-    tokenizer.save_pretrained(folder / "model")
-    texts = [{"text": f"def f_{i}(x):\n    return x * {i}\n" * 5} for i in range(40)]
-    (folder / "texts.jsonl").write_text("\n".join(map(json.dumps, texts)))
+    for part in (make_model("llama", vocab_size=512), get_tokenizer("stdlib-bpe", vocab_size=512)):
+        part.save_pretrained(folder / "model")
+    texts = [json.dumps({"text": f"def f_{i}(x):\n    return x * {i}\n" * 5}) for i in range(40)]
+    (folder / "texts.jsonl").write_text("\n".join(texts))
     return folder
-
-
-def papermills(command):
-    """The parameters after -y."""
-    words = shlex.split(command)
-    return yaml.safe_load(words[words.index("-y") + 1]) if "-y" in words else {}
 
 
 @pytest.mark.parametrize("page, command", SHELL, ids=lambda text: text[:60])
 def test_a_command_runs_as_printed(clone, monkeypatch, page, command):
     begin = begins(command, (*QUICK, *MINUTES))
-    command = put(command)
+    for printed, here in HERE.items():
+        command = command.replace(printed, here)
     if "papermill " in begin:
         monkeypatch.chdir(clone)  # where the data are
-        worker = workers.FINETUNE if "finetune" in command else workers.ABLATION
-        workers.check(RunConfig.from_dict(papermills(command)), worker)
+        _, _, given = command.partition("-y ")
+        fields = yaml.safe_load(shlex.split(given)[0]) if given else {}
+        workers.check(RunConfig.from_dict(fields), workers.FINETUNE if "finetune" in command else workers.ABLATION)
     if begin in MINUTES and not ALL:
         pytest.skip("takes minutes: make release")
-    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "PYTHONPATH": str(clone), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     ran = subprocess.run(["bash", "-c", command], cwd=clone, env=env, capture_output=True, text=True, timeout=800)
     fine = next((codes for begin, codes in ANSWERS.items() if begin in command), (0,))

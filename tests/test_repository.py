@@ -20,9 +20,15 @@ from packaging.utils import canonicalize_name
 from alstlib.runs import results
 
 ROOT = Path(__file__).resolve().parents[1]
-LOCKS = sorted((ROOT / "env").glob("*-py*.txt"))
-SITE = ROOT / "env" / "site.txt"
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+LOCKS = sorted(ROOT.glob("env/*-py*.txt"))
+
+
+def text_of(path):
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+SITE = ROOT / "env/site.txt"
+PROJECT = tomllib.loads(text_of("pyproject.toml"))
 
 
 def pins(lock):
@@ -45,22 +51,22 @@ def repository_files():
 def test_locks_are_exact_and_agree():
     """There is one for each target, sorted, and what the site needs besides is not in it."""
     assert [p.stem for p in LOCKS] == [f"{device}-py3{minor}" for device in ("cpu", "cuda") for minor in range(11, 15)]
-    reference = pins(ROOT / "env" / "cpu-py311.txt")
+    reference, site = pins(LOCKS[0]), pins(SITE)
     for lock in (*LOCKS, SITE):
         lines = [line for line in lock.read_text().splitlines() if not line.startswith("#")]
         assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", line) for line in lines), lock
         found = pins(lock)
         assert [canonicalize_name(line.split("==")[0]) for line in lines] == sorted(found), lock
-        assert {k: v for k, v in found.items() if k in reference and reference[k] != v} == {}, lock
-        assert lock == SITE or not found.keys() & pins(SITE).keys()
+        assert [name for name in found if reference.get(name, found[name]) != found[name]] == [], lock
+        assert lock == SITE or not found.keys() & site.keys()
 
 
 @pytest.mark.parametrize("lock", LOCKS, ids=lambda p: p.stem)
 def test_lock_has_what_pyproject_asks_for(lock):
-    extras = PROJECT["optional-dependencies"]
-    named = [extra for extra in extras if extra != "qlora" or lock.stem.startswith("cuda")]  # that is for GPUs
-    versions = pins(lock) | pins(SITE)
-    for requirement in map(Requirement, [*PROJECT["dependencies"], *(r for name in named for r in extras[name])]):
+    project, versions = PROJECT["project"], pins(lock) | pins(SITE)
+    extras = [(extra, one) for extra, all_of_it in project["optional-dependencies"].items() for one in all_of_it]
+    asked = [one for extra, one in extras if extra != "qlora" or lock.stem.startswith("cuda")]  # that is for GPUs
+    for requirement in map(Requirement, [*project["dependencies"], *asked]):
         version = versions.get(canonicalize_name(requirement.name), "absent")
         assert version != "absent", requirement
         assert requirement.specifier.contains(version), f"{requirement} against {version}"
@@ -76,56 +82,68 @@ CARD = ("torch", "deepspeed", "transformers", "datasets", "jupyterlab", "papermi
 ])  # fmt: skip
 def test_a_conda_file_has_the_versions_of_its_lock(path, lock, options):
     """Every package of the project's card is named with its version; those for a GPU are comments without one."""
-    text = (ROOT / path).read_text()
-    (pip,) = [d["pip"] for d in yaml.safe_load(text)["dependencies"] if isinstance(d, dict)]
+    conda, versions = yaml.safe_load(text_of(path)), pins(ROOT / f"env/{lock}.txt")
+    (pip,) = [d["pip"] for d in conda["dependencies"] if isinstance(d, dict)]
     named = dict(line.split("==") for line in pip if "==" in line)
-    found = dict(re.findall(r"^ *(?:# )?- ([\w-]+)==(\S+)$", text, re.M))
+    found, of_cuda = (
+        dict(re.findall(r"(?m)^ *(?:# )?- ([\w-]+)==(\S+)$", text_of(one)))
+        for one in (path, "env/environment-cuda.yml")
+    )
     assert [line for line in pip if line.startswith("-")] == options
-    assert {name: pins(ROOT / "env" / f"{lock}.txt").get(name, "4.0.0b36") for name in named} == named
+    assert {name: versions.get(name, "4.0.0b36") for name in named} == named
     assert set(found) - set(named) == (ON_GPU if lock.startswith("cpu") else set())
     assert {*CARD, *ON_GPU} <= set(found)
-    assert found == dict(re.findall(r"- ([\w-]+)==(\S+)", (ROOT / "env/environment-cuda.yml").read_text()))
-    assert "pytorch" not in yaml.safe_load(text)["channels"]
+    assert found == of_cuda
+    assert "pytorch" not in conda["channels"]
 
 
 def test_packages_that_are_installed_by_hand_have_a_version():
-    lines = re.findall(r"^    .*pip install.*$", (ROOT / "env" / "README.md").read_text(), re.M)
-    found = dict(m for line in lines for m in re.findall(r"\b(flash-attn(?:-\d)?)(?:\[\w+\])?==([\w.]+)", line))
+    lines = re.findall(r"^    .*pip install.*$", text_of("env/README.md"), re.M)
+    found = dict(re.findall(r"\b(flash-attn(?:-\d)?)(?:\[\w+\])?==([\w.]+)", "\n".join(lines)))
     assert len(lines) == 3
     assert list(found) == ["flash-attn", "flash-attn-3", "flash-attn-4"]
-    assert found["flash-attn-4"] in (ROOT / "env" / "environment-cuda.yml").read_text()
+    assert found["flash-attn-4"] in text_of("env/environment-cuda.yml")
 
 
 def program(path, script):
     """A program that runs this script."""
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
-    return path
+    return str(path)
 
 
-def plan(tmp_path, **env):
-    command = ["bash", str(ROOT / "env/install.sh"), "--plan"]
-    return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, cwd=tmp_path)
+def run(command, path=None, **env):
+    """A program that this repository brings, where the programs in `path` are found first."""
+    env = {**os.environ, **({"PATH": f"{path}:{os.environ['PATH']}"} if path else {}), **env}
+    return subprocess.run(list(map(str, command)), env=env, capture_output=True, text=True, cwd=path)
+
+
+INSTALL = ("bash", ROOT / "env/install.sh", "--plan")
 
 
 def fake_python(folder, version, name="python"):
     """A script that answers the installer's questions as a Python of this version would."""
     major, minor = version.split(".")
-    code = int((int(major), int(minor)) < (3, 11))
+    code = int(int(minor) < 11)
     answers = f'case "$2" in *base_executable*) echo "$0" ;; *) echo "{major} {minor}"; exit {code} ;; esac'
     return program(folder / name, answers)
 
 
-@pytest.mark.parametrize("version, device, driver, says", [
-    ("3.11", "cpu", "", "lock=env/cpu-py311.txt"), ("3.15", "cpu", "", "newer than the locks"),
-    ("3.15", "cpu", "", "lock=env/cpu-py314.txt"), ("3.10", "cpu", "", "Python 3.10, not a Python >= 3.11"),
-    ("3.12", "", "GPU 0: a GPU (UUID: GPU-1)", "lock=env/cuda-py312.txt"), ("3.12", "", "", "lock=env/cpu-py312.txt"),
-    ("3.12", "tpu", "", "not one of cpu, cuda"),
-])  # fmt: skip
+PLANS = """
+3.11 | cpu |                           | lock=env/cpu-py311.txt
+3.15 | cpu |                           | newer than the locks
+3.15 | cpu |                           | lock=env/cpu-py314.txt
+3.10 | cpu |                           | Python 3.10, not a Python >= 3.11
+3.12 |     | GPU 0: a GPU (UUID: GPU-1) | lock=env/cuda-py312.txt
+3.12 |     |                           | lock=env/cpu-py312.txt
+3.12 | tpu |                           | not one of cpu, cuda
+"""
+
+
+@pytest.mark.parametrize("version, device, driver, says", lines_of(PLANS, "|"))
 def test_installer_picks_the_lock_of_the_python_and_of_the_device(tmp_path, version, device, driver, says):
     program(tmp_path / "nvidia-smi", f'echo "{driver}"')
-    path, python = f"{tmp_path}:{os.environ['PATH']}", str(fake_python(tmp_path, version))
-    done = plan(tmp_path, PATH=path, PYTHON=python, ALST_DEVICE=device)
+    done = run(INSTALL, tmp_path, PYTHON=fake_python(tmp_path, version), ALST_DEVICE=device)
     assert says in done.stdout + done.stderr
     assert (done.returncode != 0) == ("not " in says)
 
@@ -134,12 +152,23 @@ def test_installer_skips_an_old_python_on_the_path(tmp_path):
     """One that is locked is taken before one that is newer than the locks."""
     for version, name in (("3.9", "python3"), ("3.14", "python3.14"), ("3.13", "python3.13"), ("3.15", "python")):
         fake_python(tmp_path, version, name)
-    done = plan(tmp_path, PATH=f"{tmp_path}:{os.environ['PATH']}", PYTHON="", ALST_DEVICE="cpu")
+    done = run(INSTALL, tmp_path, PYTHON="", ALST_DEVICE="cpu")
     assert f"python={tmp_path}/python3.13 lock=env/cpu-py313.txt" in done.stdout, done.stderr
 
 
-def install(tmp_path, driver, **env):
-    """What the installer does with a GPU of this driver and a Python that only notes what it is asked."""
+OF_CUDA_13 = {"cuda-bindings", "cuda-pathfinder", "nvidia-nvjitlink"}
+
+
+@pytest.mark.parametrize(
+    "driver, device, index, left_out",
+    [
+        ("580.65.06", "cuda", "", set()), ("550.90.07", "cuda", "an index", OF_CUDA_13),
+        ("550.90.07", "cpu", "an index", set()), ("550.90.07", "cuda", "", None),
+    ],
+)  # fmt: skip
+def test_the_installer_leaves_cudas_pins_to_another_torch(tmp_path, driver, device, index, left_out):
+    """With a GPU of this driver and a Python that only notes what it is asked. An old driver is named before anything
+    is downloaded."""
     tools, checkout = tmp_path / "tools", tmp_path / "checkout"  # it would remake this checkout's .venv
     tools.mkdir()
     shutil.copytree(ROOT / "env", checkout / "env")
@@ -152,42 +181,22 @@ case "$*" in
     *base_executable*) echo "$0" ;;
     *ensurepip*) echo "3 12" ;;
 esac"""
-    python, path = program(tools / "python", asks), f"{tools}:{os.environ['PATH']}"
-    given = {"ALST_DEVICE": "", "TORCH_INDEX_URL": "", "WHEELHOUSE": "", "PATH": path, "PYTHON": str(python), **env}
-    command = ["bash", checkout / "env" / "install.sh"]
-    done = subprocess.run(command, env={**os.environ, **given}, capture_output=True, text=True)
-    return done, checkout / ".venv"
-
-
-def test_the_installer_names_an_old_driver_before_it_downloads(tmp_path):
-    done, venv = install(tmp_path, "550.90.07")
-    assert done.returncode == 1
-    for says in ("the NVIDIA driver is 550.90.07", "needs 580 or newer", "TORCH_INDEX_URL"):
-        assert says in done.stderr
-    assert not venv.exists()
-    assert " pip " not in (tmp_path / "asked").read_text()
-
-
-OF_CUDA_13 = {"cuda-bindings", "cuda-pathfinder", "nvidia-nvjitlink"}
-
-
-@pytest.mark.parametrize(
-    "driver, env, left_out",
-    [
-        ("580.65.06", {}, False), ("550.90.07", {"TORCH_INDEX_URL": "an index"}, True),
-        ("550.90.07", {"ALST_DEVICE": "cpu", "TORCH_INDEX_URL": "an index"}, False),
-    ],
-)  # fmt: skip
-def test_the_installer_leaves_cudas_pins_to_another_torch(tmp_path, driver, env, left_out):
-    done, venv = install(tmp_path, driver, **env)
+    python, given = program(tools / "python", asks), "cpu" if device == "cpu" else ""
+    command = ["bash", checkout / "env/install.sh"]
+    done = run(command, tools, ALST_DEVICE=given, TORCH_INDEX_URL=index, WHEELHOUSE="", PYTHON=python)
+    venv, asked = checkout / ".venv", (tmp_path / "asked").read_text()
+    if left_out is None:
+        assert done.returncode == 1
+        for says in ("the NVIDIA driver is 550.90.07", "needs 580 or newer", "TORCH_INDEX_URL"):
+            assert says in done.stderr
+        assert not venv.exists()
+        assert " pip " not in asked
+        return
     assert done.returncode == 0, done.stderr
-    device = env.get("ALST_DEVICE", "cuda")
-    lock = pins(ROOT / "env" / f"{device}-py312.txt")
-    missing = lock.keys() - pins(venv / ".lock-without-deepspeed").keys()
-    assert missing == {"deepspeed", *(OF_CUDA_13 if left_out else ())}
-    assert set((venv / ".left-out").read_text().split()) == (OF_CUDA_13 if left_out else set())
-    asked = (tmp_path / "asked").read_text()
-    assert ("--index-url an index" in asked) == bool(env)
+    missing = pins(ROOT / f"env/{device}-py312.txt").keys() - pins(venv / ".lock-without-deepspeed").keys()
+    assert missing == {"deepspeed", *left_out}
+    assert set((venv / ".left-out").read_text().split()) == left_out
+    assert ("--index-url an index" in asked) == bool(index)
 
 
 def test_the_check_leaves_out_what_another_torch_brings(tmp_path, monkeypatch):
@@ -234,8 +243,7 @@ esac
 [ "$1" != "{broken}" ] || exit 2""",
     )
     (tmp_path / "chromium").symlink_to(make)  # or it would be installed
-    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run([str(ROOT / ".ci/run")], env=env, capture_output=True, text=True)
+    done = run([ROOT / ".ci/run"], tmp_path)
     assert (done.returncode != 0) == bool(fails), done.stdout
     assert done.stdout.splitlines()[-1] == ("pytest gave no summary" if output == "nothing" else output)
     first, *rest = (tmp_path / "called").read_text().split()
@@ -244,26 +252,24 @@ esac
 
 
 def make_targets():
-    return set(re.findall(r"^([a-z-]+):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    return set(re.findall(r"(?m)^([a-z-]+):(?!=)", text_of("Makefile")))
 
 
 def test_make_help_lists_every_target():
     if not shutil.which("make"):
         pytest.skip("make is not installed")
-    done = subprocess.run(["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert set(re.findall(r"^  ([a-z-]+) ", done.stdout, re.MULTILINE)) == make_targets()
+    done = run(["make", "-s", "-C", ROOT, "help"])
+    assert set(re.findall(r"(?m)^  ([a-z-]+) ", done.stdout)) == make_targets()
     assert {"ablation", "parity", "lab", "lessons", "check-lessons", "test", "lint", "clean", "help"} <= make_targets()
 
 
 def test_make_targets_in_the_pages_exist():
-    pages = [
-        p for p in repository_files() if p.name == "README.md" or (p.parent.name, p.suffix) == ("notebooks", ".md")
-    ]
+    pages = [*(p for p in repository_files() if p.name == "README.md"), *ROOT.glob("notebooks/*.md")]
     assert ROOT / "README.md" in pages
     for page in pages:
         code = re.findall(r"(?ms)^```\w*\n(.*?)^```|^    ([^\n]*)$|`([^`\n]+)`", page.read_text())
         lines = "\n".join(map("".join, code))
-        named = re.findall(r"^ *(?:\$ )?(?:[A-Z_]+=\S+ )*make ([a-z-]+)\b", lines, re.MULTILINE)
+        named = re.findall(r"(?m)^ *(?:\$ )?(?:[A-Z_]+=\S+ )*make ([a-z-]+)\b", lines)
         assert set(named) <= make_targets(), page
 
 
@@ -292,10 +298,9 @@ def test_no_machine_path_and_no_registry():
     for path in repository_files():
         text = path.read_bytes().decode("utf-8", errors="replace")
         name = path.relative_to(ROOT).as_posix()
-        found += [f"{name}: {what}: {m[0]}" for what, pattern in FORBIDDEN.items() for m in pattern.finditer(text)]
         configures = name.startswith((".ci/", "env/")) or name in ("Makefile", "environment.yml", "pyproject.toml")
-        if configures:
-            found += [f"{name}: an address: {m[0]}" for m in NO_ADDRESS.finditer(text)]
+        for what, pattern in (*FORBIDDEN.items(), *([("an address", NO_ADDRESS)] if configures else [])):
+            found += [f"{name}: {what}: {m[0]}" for m in pattern.finditer(text)]
     assert found == []
 
 
@@ -304,20 +309,19 @@ def test_no_machine_path_and_no_registry():
 
 def test_exceptions_of_complexity_are_needed():
     """What a file is allowed in pyproject.toml, it needs: the list only shrinks."""
-    allowed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]["per-file-ignores"]
-    rules = ",".join({rule for of_file in allowed.values() for rule in of_file})
-    command = [sys.executable, "-m", "ruff", "check", "--output-format", "json", "--select", rules]
-    command += ["--config", "lint.per-file-ignores={}", "."]
+    ignores = PROJECT["tool"]["ruff"]["lint"]["per-file-ignores"]
+    allowed = {(name, rule) for name, of_file in ignores.items() for rule in of_file}
+    command = [sys.executable, "-m", "ruff", "check", "--output-format", "json", "--select"]
+    command += [",".join({rule for _, rule in allowed}), "--config", "lint.per-file-ignores={}", "."]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     found = {(Path(one["filename"]).relative_to(ROOT).as_posix(), one["code"]) for one in json.loads(done.stdout)}
-    assert found == {(name, rule) for name, of_file in allowed.items() for rule in of_file}
+    assert found == allowed
 
 
 @pytest.mark.parametrize("name", ["run", "finetune"])
 def test_a_template_is_small_takes_parameters_and_holds_no_outputs(name):
     """The lessons' rules are in test_lessons.py."""
-    path = ROOT / "notebooks" / f"{name}.ipynb"
-    notebook = json.loads(path.read_text(encoding="utf-8"))
+    notebook = json.loads(text_of(f"notebooks/{name}.ipynb"))
     assert "widgets" not in notebook["metadata"]
     assert notebook["metadata"]["kernelspec"]["name"] == "python3"
     code = [c for c in notebook["cells"] if c["cell_type"] == "code"]
@@ -344,33 +348,30 @@ def test_readme_shows_the_committed_ablation():
     """The README's numbers are those of the committed results, and nothing else."""
     from alstlib.config import ROWS
 
-    found = {r["row"]: r for r in results.collect(ROOT / "papermill_runs" / "results" / "ablation-cpu")}
+    found = {r["row"]: r for r in results.collect(ROOT / "papermill_runs/results/ablation-cpu")}
     columns = ["row", "mode", "seq_len", "step_seconds", "device_peak_bytes", "host_peak_bytes", "paper_seq_len"]
     table = results.to_markdown(results.table([found[name] for name in ROWS]), columns)
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert readme.partition("<!-- ablation -->")[2].partition("<!-- /ablation -->")[0].strip() == table
+    assert f"<!-- ablation -->\n{table}\n<!-- /ablation -->" in text_of("README.md")
 
 
 @pytest.mark.parametrize("name", ["support_table", "trainer_table"])
 def test_a_table_of_the_page_on_training_is_what_was_measured(name):
-    page = (ROOT / "notebooks" / "training.md").read_text(encoding="utf-8")
-    assert importlib.import_module(name).table() in page
+    assert importlib.import_module(name).table() in text_of("notebooks/training.md")
 
 
 def test_the_licence_the_citation_and_the_package_agree():
-    assert hashlib.sha256((ROOT / "LICENSE").read_bytes()).hexdigest().startswith("cfc7749b96f63bd3")  # Apache's text
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    assert citation["license"] == PROJECT["license"] == "Apache-2.0"
-    assert citation["version"] == PROJECT["version"]
+    assert hashlib.sha256(text_of("LICENSE").encode()).hexdigest().startswith("cfc7749b96f63bd3")  # Apache's text
+    citation, project = yaml.safe_load(text_of("CITATION.cff")), PROJECT["project"]
+    assert citation["license"] == project["license"] == "Apache-2.0"
+    assert citation["version"] == project["version"]
     assert {"message", "title", "authors", "cff-version"} <= set(citation)  # what the format requires
-    assert f"## {PROJECT['version']}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"## {project['version']}" in text_of("CHANGELOG.md")
 
 
 def test_the_readme_says_early_what_was_measured_where():
     """In its third paragraph of text, as long as no result is of a GPU."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    third = [p for p in text.split("\n\n") if re.match(r"[\w*]", p)][2]
-    found = results.collect(ROOT / "papermill_runs" / "results")
+    third = [p for p in text_of("README.md").split("\n\n") if re.match(r"[\w*]", p)][2]
+    found = results.collect(ROOT / "papermill_runs/results")
     on_gpu = [r["folder"] for r in found if "cpu" not in str(r["environment"]["device"]).lower()]
     assert ("nothing on a GPU" in third) == (not on_gpu), on_gpu
 
@@ -380,12 +381,12 @@ def test_a_wheelhouse_takes_wheels_for_every_libc_of_a_lock(tmp_path, device):
     """pip takes a tag at its word: a wheel for manylinux_2_27 alone is not found under 2_28."""
     python = program(tmp_path / "python", f'echo "$@" >> {tmp_path}/asked')
     command = [ROOT / "env/wheelhouse.sh", "download", tmp_path / "wheels", device, "3.11"]
-    environment = {**os.environ, "PYTHON": str(python), "ARCH": "x86_64", "TORCH_INDEX_URL": ""}
-    subprocess.run(command, env=environment, check=True, capture_output=True)
+    done = run(command, PYTHON=python, ARCH="x86_64", TORCH_INDEX_URL="")
+    assert done.returncode == 0, done.stderr
     first = (tmp_path / "asked").read_text().splitlines()[0].split()
     assert {f"manylinux_2_{minor}_x86_64" for minor in range(5, 40)} <= set(first)
 
 
 def test_one_conftest():
     """`from conftest import ...` and what ranks unpickle mean the first one that was imported."""
-    assert list((ROOT / "tests").rglob("conftest.py")) == [ROOT / "tests" / "conftest.py"]
+    assert list((ROOT / "tests").rglob("conftest.py")) == [ROOT / "tests/conftest.py"]

@@ -11,12 +11,13 @@ import types
 from pathlib import Path
 
 import pytest
+from cases import lines_of, make_file
 from test_lab import CHROMIUM, FLAGS
 
 import alstlib
 
 ROOT = Path(__file__).resolve().parents[1]
-SITE = ROOT / "notebooks" / "site"
+SITE = ROOT / "notebooks/site"
 sys.path.insert(0, str(SITE))
 import builder  # noqa: E402
 import checker  # noqa: E402
@@ -33,40 +34,36 @@ needs_sphinx = pytest.mark.skipif(
 # The check
 
 
-@pytest.mark.parametrize(
-    "body, problem",
-    [
-        ('<a href="b.html#here">b</a> <a href="#top">up</a><p id="top"></p> <a href="mailto:a@b">m</a>', ""),
-        ('<a href="https://example.org/nowhere">counted, not fetched</a>', ""),
-        ('<img src="i%20j.png" alt="a dot"><img src="data:image/png;base64,AA==" alt="a dot">', ""),
-        ('<svg><use href="#symbol"/></svg><p id="symbol"></p>', ""),
-        ("<script>const page = 'https://example.org/docs'</script>", ""),
-        ('<a href="c.html">c</a>', "c.html does not exist"),
-        ('<a href="sub">a folder</a>', "sub does not exist"),
-        ('<a href="b.html#there">b</a>', "b.html#there has no such anchor"),
-        ('<a href="#there">b</a>', "#there has no such anchor"),
-        ('<img src="k.png" alt="a dot">', "loads k.png, which does not exist"),
-        ('<img src="i%20j.png">', "i%20j.png has no alternative text"),
-        ('<img src="i%20j.png" alt="i%20j.png">', "i%20j.png has no alternative text"),
-        ('<img srcset="https://example.org/i.png 2x" alt="x">', "loads https://example.org/i.png from elsewhere"),
-        ('<script src="https://example.org/a.js"></script>', "loads https://example.org/a.js from elsewhere"),
-        ("<script>load('https://example.org/a.js')</script>", "loads https://example.org/a.js from elsewhere"),
-        ('<link rel="stylesheet" href="https://example.org/a.css">', "loads https://example.org/a.css from elsewhere"),
-        ("<style>@import 'https://example.org/a.css';</style>", "loads https://example.org/a.css from elsewhere"),
-        (
-            '<p style="background: url(https://example.org/i.png)"></p>',
-            "loads https://example.org/i.png from elsewhere",
-        ),
-    ],
-)
+BODIES = """
+<a href="b.html#here">b</a> <a href="#top">up</a><p id="top"></p> <a href="mailto:a@b">m</a>
+<a href="https://example.org/nowhere">counted, not fetched</a>
+<img src="i%20j.png" alt="a dot"><img src="data:image/png;base64,AA==" alt="a dot">
+<svg><use href="#symbol"/></svg><p id="symbol"></p>
+<script>const page = 'https://example.org/docs'</script>
+<a href="c.html">c</a>                                      -> c.html does not exist
+<a href="sub">a folder</a>                                  -> sub does not exist
+<a href="b.html#there">b</a>                                -> b.html#there has no such anchor
+<a href="#there">b</a>                                      -> #there has no such anchor
+<img src="k.png" alt="a dot">                               -> loads k.png, which does not exist
+<img src="i%20j.png">                                       -> i%20j.png has no alternative text
+<img src="i%20j.png" alt="i%20j.png">                       -> i%20j.png has no alternative text
+<img srcset="https://example.org/i.png 2x" alt="x">         -> loads https://example.org/i.png from elsewhere
+<script src="https://example.org/a.js"></script>            -> loads https://example.org/a.js from elsewhere
+<script>load('https://example.org/a.js')</script>           -> loads https://example.org/a.js from elsewhere
+<link rel="stylesheet" href="https://example.org/a.css">    -> loads https://example.org/a.css from elsewhere
+<style>@import 'https://example.org/a.css';</style>         -> loads https://example.org/a.css from elsewhere
+<p style="background: url(https://example.org/i.png)"></p>  -> loads https://example.org/i.png from elsewhere
+"""
+
+
+@pytest.mark.parametrize("body, problem", [(*line, "")[:2] for line in lines_of(BODIES)])
 def test_the_check_finds(tmp_path, body, problem):
-    site = tmp_path / "site"
-    (site / "sub").mkdir(parents=True)
-    (tmp_path / "a.html").write_text("outside of the site")
-    (site / "i j.png").write_bytes(base64.b64decode(PNG))
-    (site / "b.html").write_text('<p id="here"></p>')
-    (site / "a.html").write_text(f"<html><body>\n{body}</body></html>")
-    found = checker.check(site).problems
+    for name, text in {
+        "a.html": "outside of the site", "site/i j.png": "", "site/sub/c.png": "", "site/b.html": '<p id="here"></p>',
+        "site/a.html": f"<html><body>\n{body}</body></html>",
+    }.items():  # fmt: skip
+        make_file(tmp_path / name, text)
+    found = checker.check(tmp_path / "site").problems
     assert len(found) == bool(problem)
     assert problem in "".join(found)
     assert all(line.startswith("a.html:2: ") for line in found)
@@ -93,15 +90,13 @@ def cell(source, outputs=None, **metadata):
     return {**made, "cell_type": "code", "execution_count": None, "outputs": outputs}
 
 
-def shown(**data):
-    data = {kind.replace("_", "/"): value for kind, value in data.items()}
-    return [{"output_type": "execute_result", "execution_count": None, "metadata": {}, "data": data}]
+def shown(kind, content):
+    return [{"output_type": "execute_result", "execution_count": None, "metadata": {}, "data": {kind: content}}]
 
 
 def write(path, *cells):
-    path.parent.mkdir(parents=True, exist_ok=True)
     kernel = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
-    path.write_text(json.dumps({"cells": cells, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}))
+    make_file(path, json.dumps({"cells": cells, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}))
 
 
 def repository(root, *links):
@@ -112,21 +107,20 @@ def repository(root, *links):
     write(
         lessons / "01_first.ipynb",
         cell(f"# First: a lesson\n\nBelongs to `alst/x.py`. {more}, [folder](../alst), [code](../alst/x.py)"),
-        cell(f"from pathlib import Path\nPath({str(root / 'executed')!r}).touch()", []),
-        cell("figure", shown(image_png=PNG), alt='One dark dot, and "quotes"'),
-        cell("table", shown(text_markdown="| a | b |\n|---|---|\n| 1 MiB | $2 and $3 |")),
+        cell(f"open('{root}/executed', 'w')", []),
+        cell("figure", shown("image/png", PNG), alt='One dark dot, and "quotes"'),
+        cell("table", shown("text/markdown", "| a | b |\n|---|---|\n| 1 MiB | $2 and $3 |")),
         cell(
             "## Remember\n\nThat. [All](.), [up](#Remember), [next](02_second.ipynb#Two,-or-more)\n\n$$x^2 \\cdot 3$$"
         ),
         cell("folded = 1", [], jupyter={"source_hidden": True}),
     )
     write(lessons / "02_second.ipynb", cell("# Second\n\n[back](01_first.ipynb#Remember)\n\n## Two, or more"))
-    write(lessons / "solutions" / "01_first.ipynb", cell("# First: a lesson\n\n[lesson](../01_first.ipynb)"))
-    (root / "alst" / "deep").mkdir(parents=True)
-    (root / "alst" / "x.py").write_text('"""A <module>."""\n')
-    (root / "alst" / "deep" / "y.json").write_text("{}\n")
-    (root / "alst" / "z.bin").write_bytes(b"\xff\x00")
-    (root / "README.md").write_text("# Read me\n\n[a lesson](notebooks/02_second.ipynb)\n")
+    write(lessons / "solutions/01_first.ipynb", cell("# First: a lesson\n\n[lesson](../01_first.ipynb)"))
+    make_file(root / "alst/x.py", '"""A <module>."""\n')
+    make_file(root / "alst/deep/y.json", "{}\n")
+    make_file(root / "README.md", "# Read me\n\n[a lesson](notebooks/02_second.ipynb)\n")
+    (root / "alst/z.bin").write_bytes(b"\xff\x00")
     return root
 
 
@@ -142,12 +136,12 @@ def site(tmp_path_factory):
     done = run(root)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " 0 problems" in done.stdout
-    return root / "build" / "site"
+    return root / "build/site"
 
 
 @needs_sphinx
 def test_stored_outputs_are_shown_and_no_cell_is_executed(site):
-    page = (site / "notebooks" / "01_first.html").read_text()
+    page = (site / "notebooks/01_first.html").read_text()
     ((alt, source),) = re.findall(r'<img alt="([^"]*)" src="([^"]*)"', page)
     assert alt == "One dark dot, and &quot;quotes&quot;"
     assert (site / "notebooks" / source).read_bytes() == base64.b64decode(PNG)
@@ -161,7 +155,7 @@ def test_stored_outputs_are_shown_and_no_cell_is_executed(site):
 
 @needs_sphinx
 def test_navigation_is_in_the_order_of_the_lessons(site):
-    page = (site / "notebooks" / "index.html").read_text()
+    page = (site / "notebooks/index.html").read_text()
     (menu,) = re.findall(r'<nav class="bd-links.*?</nav>', page, re.DOTALL)
     assert re.findall(r'caption-text">([^<]*)<|href="([^"#]*)">([^<]*)</a>', menu) == [
         ("Lessons", "", ""),
@@ -178,16 +172,16 @@ def test_navigation_is_in_the_order_of_the_lessons(site):
 
 @needs_sphinx
 def test_files_of_the_repository_are_pages_and_lessons_can_be_searched(site):
-    page, source = (site / "notebooks" / "01_first.html").read_text(), site / "source"
+    page, source = (site / "notebooks/01_first.html").read_text(), site / "source"
     assert page.count('href="../source/alst/x.py.html"') == 2  # the link and the code span
-    assert "A &lt;module&gt;." in (source / "alst" / "x.py.html").read_text()
+    assert "A &lt;module&gt;." in (source / "alst/x.py.html").read_text()
     for folder, says in (
         ("alst", 'href="deep/index.html"'), ("alst", "z.bin (2 bytes)"),
         ("notebooks", 'href="../../notebooks/01_first.html"'),
     ):  # fmt: skip
         assert says in (source / folder / "index.html").read_text()
-    assert (source / "alst" / "deep" / "y.json.html").exists()
-    assert not (source / "notebooks" / "01_first.ipynb.html").exists()
+    assert (source / "alst/deep/y.json.html").exists()
+    assert not (source / "notebooks/01_first.ipynb.html").exists()
     index = (site / "searchindex.js").read_text()
     assert index.startswith("Search.setIndex(")
     assert "notebooks/01_first" in index
@@ -213,12 +207,12 @@ def test_broken_links_fail_the_build(tmp_path):
     assert run(root, "--lenient").returncode == 0
     assert (root / "build/site/notebooks/01_first.html").exists()
     assert "not a site" in run(root, "--lenient", "--out", str(root / "alst")).stderr
-    assert (root / "alst" / "x.py").exists()
+    assert (root / "alst/x.py").exists()
 
 
 def test_a_lesson_stored_without_its_figures_is_found(tmp_path):
     page = tmp_path / "01_first.ipynb"
-    write(page, cell("figure", shown(image_png=PNG), alt="One dot"))
+    write(page, cell("figure", shown("image/png", PNG), alt="One dot"))
     assert builder.without_figures(page) == []
     write(page, cell("figure", [], alt="One dot"))
     (problem,) = builder.without_figures(page)
@@ -227,25 +221,24 @@ def test_a_lesson_stored_without_its_figures_is_found(tmp_path):
 
 @pytest.mark.parametrize("ends", [KeyboardInterrupt, 2, 0])
 def test_a_build_that_is_interrupted_leaves_the_old_site_whole(tmp_path, monkeypatch, ends):
-    root, old = repository(tmp_path / "repository"), [".buildinfo", "index.html", "old.html"]
-    out = root / "build" / "site"
+    root, old = repository(tmp_path), [".buildinfo", "index.html", "old.html"]
+    out = root / "build/site"
+
+    def put(folder, names, text):
+        for name in names:
+            make_file(folder / name, text)
 
     def sphinx(arguments):
-        made = Path(arguments[-1])
-        made.mkdir(parents=True, exist_ok=True)
-        for name in old[: 1 if ends else 2]:
-            (made / name).write_text("new")
+        put(Path(arguments[-1]), old[: 1 if ends else 2], "new")
         assert sorted(p.name for p in out.iterdir()) == old
         if ends is KeyboardInterrupt:
             raise KeyboardInterrupt
         return ends
 
-    out.mkdir(parents=True)
-    for name in old:
-        (out / name).write_text("old")
+    put(out, old, "old")
     monkeypatch.setitem(sys.modules, "sphinx.cmd.build", types.SimpleNamespace(main=sphinx))
     monkeypatch.setattr(sys, "path", [*sys.path])
-    with contextlib.nullcontext() if ends == 0 else pytest.raises((SystemExit, KeyboardInterrupt)):
+    with pytest.raises((SystemExit, KeyboardInterrupt)) if ends else contextlib.nullcontext():
         assert builder.build(root, out) == 0
     assert (out / "index.html").read_text() == ("old" if ends else "new")
     assert (out / "old.html").exists() == bool(ends)
@@ -279,10 +272,10 @@ def page_that_says_what_fits(folder, table):
 
 def test_the_page_holds_the_form_and_the_table(tmp_path, table):
     text = page_that_says_what_fits(tmp_path, table).read_text()
+    assert re.fullmatch(r"(?s)<h1>before</h1>\n````{raw} html\n<form.*</script>\n````\n\n<p>after</p>", text)
     assert "without a site" not in text
-    assert re.fullmatch(r"<h1>before</h1>\n````{raw} html\n<form.*</script>\n````\n\n<p>after</p>", text, re.DOTALL)
-    held = re.findall(r'type="application/json"[^>]*>(.*?)</script>', text, re.DOTALL)
-    assert [json.loads(one) for one in held] == [table]
+    (held,) = re.findall(r'(?s)type="application/json"[^>]*>(.*?)</script>', text)
+    assert json.loads(held) == table
     labels = re.findall(r'<label for="([^"]*)">', text)
     assert labels == re.findall(r'<select id="([^"]*)"', text)
     assert len(labels) == 5
@@ -324,7 +317,7 @@ def test_a_browser_shows_the_machine_of_the_address(tmp_path, table):
 
 
 def test_the_public_face_is_documented():
-    named = re.findall(r"alstlib\.(?:config\.)?(\w+)$", (SITE / "api.rst").read_text(), re.MULTILINE)
+    named = re.findall(r"(?m)alstlib\.(?:config\.)?(\w+)$", (SITE / "api.rst").read_text())
     assert set(alstlib.__all__) <= set(named)
 
 

@@ -20,12 +20,6 @@ from alstlib.runs import launch, results
 from alstlib.runs.processes import answer_where
 
 
-def explain(config, out):
-    error = {"type": "Explained", "message": "the other rank is gone"}
-    results.write_result(out / "result.json", results.new_result(config, "error", error=error))
-    sys.exit(1)
-
-
 def is_alive(started):
     """Whether the rank that wrote its process's number there runs, or is still to begin."""
     try:
@@ -42,59 +36,55 @@ def main():
     args = parser.parse_args()
     launch.die_with_parent()
     answer_where()
-    config = RunConfig.from_dict(json.loads(args.config.read_text()))
-    what, rank = config.model.config["fake"], int(os.environ["RANK"])
-    progress = launch.Progress(args.out / "progress.jsonl", rank)
+    out, config = args.out, RunConfig.from_dict(json.loads(args.config.read_text()))
+    what, rank, length = config.model.config["fake"], int(os.environ["RANK"]), config.data.seq_len
+    progress = launch.Progress(out / "progress.jsonl", rank)
+
+    def end(status, message, **metrics):
+        error = {"type": "Explained", "message": message} if message else None
+        results.write_result(out / "result.json", results.new_result(config, status, metrics=metrics, error=error))
+        if message:
+            sys.exit(1)
+
+    def lost(*_):
+        end("error", "the other rank is gone")
+
     print(f"rank {rank} says: {what}", file=sys.stderr)
     for step, loss in ((1, float("nan")), (2, 2.5)):
-        progress.emit("step", row=config.row, seq_len=config.data.seq_len, step=step, steps=2, loss=loss)
+        progress.emit("step", row=config.row, seq_len=length, step=step, steps=2, loss=loss)
     if what == "killed":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent's comes before rank 0 has written its error
-    (args.out / f"started.{rank}").write_text(str(os.getpid()))
+    (out / f"started.{rank}").write_text(str(os.getpid()))
     if what == "hang_then_explain":
-        signal.signal(signal.SIGTERM, lambda *_: explain(config, args.out))
+        signal.signal(signal.SIGTERM, lost)
     if what in ("killed", "stopped"):
         if rank == 1:
-            while not (args.out / "started.0").exists():
+            while not (out / "started.0").exists():
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL if what == "killed" else signal.SIGSTOP)
-        while what == "stopped" or is_alive(args.out / "started.1"):
+        while what == "stopped" or is_alive(out / "started.1"):
             time.sleep(0.01)
-        explain(config, args.out)
-    if what.startswith("hang") or (what == "shrink_then_hang" and rank):
+        lost()
+    if what.startswith("hang") or (what, rank) in (("fail", 0), ("shrink_then_hang", 1)):
         time.sleep(600)
     if what == "fail":
-        if rank == 1:
-            raise RuntimeError("rank one is broken")
-        time.sleep(600)
+        raise RuntimeError("rank one is broken")
     if what in ("shrink", "shrink_then_hang", "stuck") and rank == 0:
-        lost = [e for e in launch.ProgressReader(progress.path).read() if e["event"] == "tried"]
+        again = any(e["event"] == "tried" for e in launch.ProgressReader(progress.path).read())
         progress.emit("tried", seq_len=900, peak=100)
-        if what == "stuck" or not lost:
+        if what == "stuck" or not again:
             progress.emit("tried", seq_len=1000, peak=None)
             what = "oom"
         elif what == "shrink_then_hang":
             time.sleep(600)
     if what == "environ":
         tempfile.mkdtemp()
-        (args.out / f"environ.{rank}.json").write_text(json.dumps(dict(os.environ)))
+        (out / f"environ.{rank}.json").write_text(json.dumps(dict(os.environ)))
     if rank == 0 and what != "silent":
-        metrics = {
-            "seq_len": config.data.seq_len,
-            "tokens_per_step": config.data.seq_len,
-            "step_seconds": [3.0, 1.0, 2.0],
-            "loss": [float("nan"), 2.5],
-            "device_peak_bytes": [100, 300],
-            "host_peak_bytes": [10, 20],
-            "flos": {"paper": 4e12, "model": 2e12},
-        }
-        status = "oom" if what == "oom" else "ok"
-        error = {"type": "Explained", "message": "too long"} if status == "oom" else None
-        results.write_result(args.out / "result.json", results.new_result(config, status, metrics=metrics, error=error))
-        if status != "ok":
-            sys.exit(1)
+        status, message = ("oom", "too long") if what == "oom" else ("ok", "")
+        end(status, message, seq_len=length, tokens_per_step=length, step_seconds=[3.0, 1.0, 2.0])
     if what == "ok_then_fail" and rank == 1:
-        while not (args.out / "result.json").exists():
+        while not (out / "result.json").exists():
             time.sleep(0.05)
         sys.exit(1)
 

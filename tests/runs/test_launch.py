@@ -1,42 +1,56 @@
 """The launcher, with real torchrun and a worker that imports nothing: how runs end, and that nothing stays behind."""
 
+import contextlib
 import json
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
 import psutil
 import pytest
 import torch
-from cases import READS_PROC, by_own_names, wait_for
+from cases import READS_PROC, by_own_names, make_file, wait_for
 
-from alstlib.config import PAPER_ROWS, RunConfig, row_config
+from alstlib.config import RunConfig, row_config
 from alstlib.planner import devices, preflight
 from alstlib.runs import launch, processes, progress, results, torchrun
 from alstlib.runs.cluster import JOB_END_VARIABLE, MARGIN_SECONDS
 from alstlib.runs.progress import ProgressReader
 
 TESTS = Path(__file__).parent
-NOTEBOOK = TESTS.parents[1] / "notebooks" / "run.ipynb"
+NOTEBOOK = TESTS.parents[1] / "notebooks/run.ipynb"
 PATHS = {"PYTHONPATH": os.pathsep.join((str(TESTS.parents[1]), str(TESTS)))}
+
+
+def result_of(out):
+    return results.read_result(out / "result.json")
+
+
+def with_gpus(monkeypatch, count):
+    monkeypatch.setattr(devices, "device_count", lambda: count)
+
+
+def papermill(output, *options):
+    """The command that runs the notebook `run`."""
+    return [sys.executable, "-m", "papermill", str(NOTEBOOK), str(output), *options]
 
 
 def fake(what, **fields):
     """Fields by their own names, such as `timeout=40`."""
-    return RunConfig.from_dict({"model.config": {"fake": what}, **by_own_names(fields)})
+    return RunConfig.from_dict({"model.config": {"fake": what}, **by_own_names({"timeout": 200, **fields})})
 
 
 def start(what, out, on_progress=None, **fields):
-    config = fake(what, **{"timeout": 200, **fields})
-    return launch.launch(config, out, worker="fake_worker", extra_env=PATHS, on_progress=on_progress)
+    return launch.launch(fake(what, **fields), out, worker="fake_worker", extra_env=PATHS, on_progress=on_progress)
 
 
 def processes_of(out):
@@ -48,18 +62,29 @@ def processes_of(out):
     return named
 
 
+@contextlib.contextmanager
+def hanging(folder, commands):
+    """Programs by their names, each of which starts two ranks that hang in a folder of that name, when all of them do.
+    They end then, and leave nothing; or it fails, and what is left is killed."""
+    quiet = {"env": {**os.environ, **PATHS}, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    runs = {name: subprocess.Popen(command, **quiet) for name, command in commands.items()}
+    try:
+        assert wait_for(lambda: len(list(folder.glob("*/started.[01]"))) == 2 * len(runs))
+        yield runs
+        for name, run in runs.items():
+            assert run.wait(200) != 0, name
+            assert wait_for(lambda out=folder / name: not processes_of(out)), name
+    finally:
+        for run in runs.values():
+            run.kill()
+            run.wait()
+        for pid in processes_of(folder):
+            os.kill(pid, signal.SIGKILL)
+
+
 def in_thread(what, out, **fields):
-    """Launch in a thread; the list gets what was raised."""
-    raised = []
-
-    def run():
-        try:
-            start(what, out, **fields)
-        except launch.RunFailed as e:
-            raised.append(e)
-
-    threading.Thread(target=run, daemon=True).start()
-    return raised
+    """Launch in a thread: a future."""
+    return ThreadPoolExecutor(1).submit(start, what, out, **fields)
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +101,10 @@ def finished_run(tmp_path_factory):
 
 
 def test_a_run_that_ends_well(finished_run):
+    """Ranks other than the first write no progress."""
     out, result, events = finished_run
     assert result["status"] == "ok"
-    assert result == results.read_result(out / "result.json")
+    assert result == result_of(out)
     config = json.loads((out / "config.json").read_text())
     assert config["engine"]["world_size"] == result["config"]["engine"]["world_size"] > 0
     assert [(e["event"], e.get("status"), e.get("loss")) for e in events] == [
@@ -90,64 +116,52 @@ def test_a_run_that_ends_well(finished_run):
 
 def test_ranks_get_a_clean_environment(finished_run):
     out, result, _ = finished_run
-    ranks = range(result["config"]["engine"]["world_size"])
-    for rank in ranks:
+    world, loopback = result["config"]["engine"]["world_size"], "lo0" if sys.platform == "darwin" else "lo"
+    want = {"WORLD_SIZE": str(world), "GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
+    want["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // world))
+    want |= {} if devices.device_count() else {"DS_ACCELERATOR": "cpu"}
+    for rank in range(world):
         env = json.loads((out / f"environ.{rank}.json").read_text())
-        assert (env["RANK"], env["WORLD_SIZE"]) == (str(rank), str(len(ranks)))
-        assert env["MASTER_PORT"] != "1"
-        assert env["TORCHELASTIC_RUN_ID"] != "x"
+        assert env.items() >= {**want, "RANK": str(rank)}.items()
+        assert not {"1", "x"} & {env["MASTER_PORT"], env["TORCHELASTIC_RUN_ID"]}
         assert not {"PET_NNODES", "MPLBACKEND"} & env.keys()
         assert Path(env["TMPDIR"]).parent == Path(tempfile.gettempdir())
         assert not Path(env["TMPDIR"]).exists(), "ranks leave files there"
-        assert env["GLOO_SOCKET_IFNAME"] == env["NCCL_SOCKET_IFNAME"] == ("lo0" if sys.platform == "darwin" else "lo")
-        assert int(env["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // len(ranks))
         assert env["ALST_RUN_ID"].startswith(result["run_id"])
-        if not devices.device_count():
-            assert env["DS_ACCELERATOR"] == "cpu"
 
 
 def test_a_finished_run_is_not_run_again(finished_run, monkeypatch):
     out, result, _ = finished_run
     monkeypatch.setattr(torchrun, "start", lambda *a: pytest.fail("torchrun was started"))
     assert start("environ", out) == result
-    assert launch.finished(fake("environ", timeout=200), out) == result
-    assert launch.finished(fake("environ", timeout=200, seq_len=4096), out) is None
+    assert launch.finished(fake("environ", seq_len=4096), out) is None
     monkeypatch.setattr(results, "git_state", lambda: {"sha": "another", "dirty": False})
-    assert launch.finished(fake("environ", timeout=200), out) is None
-
-
-def test_a_failing_rank(tmp_path):
-    """The log tail opens with the rank that failed."""
-    says = "rank 1 ended with exit status 1: RuntimeError: rank one is broken"
-    with pytest.raises(launch.RunFailed, match=says) as e:
-        start("fail", tmp_path)
-    result = results.read_result(tmp_path / "result.json")
-    assert result == e.value.result
-    assert result["status"] == "error"
-    assert result["run_id"] == results.run_id(launch.resolve(fake("fail", timeout=200)))
-    assert result["error"]["log_tail"].startswith("--- rank 1, stderr ---")
-    assert not processes_of(tmp_path)
+    assert launch.finished(fake("environ"), out) is None
 
 
 def test_out_of_memory_is_a_result(tmp_path):
     result = start("oom", tmp_path)
-    assert result["status"] == "oom"
-    assert result["error"]["message"] == "too long"
-    assert launch.finished(fake("oom", timeout=200), tmp_path) == result
+    assert (result["status"], result["error"]["message"]) == ("oom", "too long")
+    assert launch.finished(fake("oom"), tmp_path) == result
 
 
-@pytest.mark.parametrize("what, says", [("ok_then_fail", "rank 1"), ("silent", "without writing result.json")])
+@pytest.mark.parametrize("what, says", [
+    ("fail", "rank 1 ended with exit status 1: RuntimeError: rank one is broken"),
+    ("ok_then_fail", "rank 1"), ("silent", "without writing result.json"),
+])  # fmt: skip
 def test_a_run_that_ends_with_an_error(tmp_path, what, says):
     """One that fails after its result keeps the metrics and gets the logs; and an `ok` that an earlier run left is not
     taken for that of a worker which wrote none."""
     if what == "silent":
         results.write_result(tmp_path / "result.json", results.new_result(fake("other"), "ok"))
-    with pytest.raises(launch.RunFailed, match=says):
+    with pytest.raises(launch.RunFailed, match=says) as e:
         start(what, tmp_path)
-    result = results.read_result(tmp_path / "result.json")
-    assert result["status"] == "error"
-    assert result["metrics"].get("step_seconds") == (None if what == "silent" else [3.0, 1.0, 2.0])
+    result = result_of(tmp_path)
+    assert result == e.value.result
+    assert (result["status"], result["run_id"]) == ("error", results.run_id(launch.resolve(fake(what))))
+    assert result["metrics"].get("step_seconds") == ([3.0, 1.0, 2.0] if what == "ok_then_fail" else None)
     assert f"rank 0 says: {what}" in result["error"]["log_tail"]
+    assert not processes_of(tmp_path)
 
 
 @pytest.mark.slow
@@ -155,14 +169,13 @@ def test_a_run_that_ends_with_an_error(tmp_path, what, says):
 def test_a_rank_that_is_stopped_ends_the_run_within_the_limit_and_is_named(tmp_path):
     with pytest.raises(
         launch.RunFailed, match=r"Stalled: no step ended for limits\.step_timeout=30 s: the last step was 2 of"
-    ):
+    ) as e:
         start("stopped", tmp_path, timeout=None, step_timeout=30)
-    events = launch.ProgressReader(tmp_path / "progress.jsonl").read()
+    events = ProgressReader(tmp_path / "progress.jsonl").read()
     *_, last = (e["time"] for e in events if e["event"] == "step")
     ended = (tmp_path / "result.json").stat().st_mtime
     assert ended - last < 30 + processes.GRACE_SECONDS, "SIGTERM waits for SIGCONT"
-    message = results.read_result(tmp_path / "result.json")["error"]["message"]
-    assert "; rank 1: stopped (SIGSTOP, or a debugger); rank 0: in " in message
+    assert "; rank 1: stopped (SIGSTOP, or a debugger); rank 0: in " in e.value.result["error"]["message"]
     assert not processes_of(tmp_path)
 
 
@@ -174,61 +187,45 @@ def pids_of(out, program):
 @pytest.mark.slow
 def test_signals_to_papermill_leave_nothing_behind(tmp_path):
     """SIGINT and SIGKILL of papermill, and SIGKILL of kernel and torchrun, at once in three runs that hang."""
-    runs, outs = {}, {name: tmp_path / name for name in ("SIGINT", "SIGKILL", "both")}
-    for name, out in outs.items():
-        command = [sys.executable, "-m", "papermill", str(NOTEBOOK), str(tmp_path / f"{name}.ipynb")]
-        command += ["-p", "out", str(out), "-p", "worker", "fake_worker", "-y", "config: {model.config: {fake: hang}}"]
-        with open(tmp_path / f"{name}.log", "wb") as log:
-            runs[name] = subprocess.Popen(command, env={**os.environ, **PATHS}, stdout=log, stderr=log)
-    try:
-        assert wait_for(lambda: len(list(tmp_path.glob("*/started.[01]"))) == 2 * len(runs))
-        for name, out in outs.items():
-            if name != "both":
-                runs[name].send_signal(signal.Signals[name])
-                continue
-            (agent,) = pids_of(out, "alstlib.train.agent")
-            kernel = psutil.Process(agent).ppid()
-            os.kill(agent, signal.SIGSTOP)  # or it would end its ranks before it is killed
-            for pid in (kernel, agent):
-                os.kill(pid, signal.SIGKILL)
-        for name, out in outs.items():
-            assert runs[name].wait(200) != 0, name
-            assert wait_for(lambda out=out: not processes_of(out)), processes_of(out)
-            if name != "SIGINT":  # nothing was left that could say so
-                assert launch.finished(fake("hang"), out) is None
-    finally:
-        for papermill in runs.values():
-            papermill.kill()
-            papermill.wait()
-        for pid in processes_of(tmp_path):
+    hangs = ("-p", "worker", "fake_worker", "-y", "config: {model.config: {fake: hang}}")
+    outs = {name: tmp_path / name for name in ("SIGINT", "SIGKILL", "both")}
+    commands = {name: papermill(f"{out}.ipynb", "-p", "out", str(out), *hangs) for name, out in outs.items()}
+    with hanging(tmp_path, commands) as runs:
+        (agent,) = pids_of(outs["both"], "alstlib.train.agent")
+        kernel = psutil.Process(agent).ppid()
+        os.kill(agent, signal.SIGSTOP)  # or it would end its ranks before it is killed
+        for pid in (kernel, agent):
             os.kill(pid, signal.SIGKILL)
-    assert results.read_result(outs["SIGINT"] / "result.json")["status"] == "cancelled"
+        for name in ("SIGINT", "SIGKILL"):
+            runs[name].send_signal(signal.Signals[name])
+    for name in ("SIGKILL", "both"):  # nothing was left that could say so
+        assert launch.finished(fake("hang", timeout=None), outs[name]) is None
+    assert result_of(outs["SIGINT"])["status"] == "cancelled"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_torchrun_that_is_ended_from_outside(tmp_path, number):
     """Also where a rank that loses the other still writes an error."""
-    raised = in_thread("hang" if number == signal.SIGKILL else "hang_then_explain", tmp_path)
+    run = in_thread("hang" if number == signal.SIGKILL else "hang_then_explain", tmp_path)
     assert wait_for((tmp_path / "started.1").exists)
     os.kill(pids_of(tmp_path, "alstlib.train.agent")[0], number)
-    assert wait_for(lambda: raised)
-    assert raised[0].result["status"] == "cancelled"
-    assert raised[0].result["error"]["message"] == f"torchrun was ended by signal {int(number)}"
-    assert results.read_result(tmp_path / "result.json")["status"] == "cancelled"
+    result = run.exception(200).result
+    assert result == result_of(tmp_path)
+    assert result["status"] == "cancelled"
+    assert result["error"]["message"] == f"torchrun was ended by signal {int(number)}"
     assert not processes_of(tmp_path)
-    assert not list(Path(tempfile.gettempdir()).glob(f"alst-{next((tmp_path / 'logs').iterdir()).name}*"))
+    (attempt,) = (tmp_path / "logs").iterdir()
+    assert not list(Path(tempfile.gettempdir()).glob(f"alst-{attempt.name}*"))
 
 
 def test_the_notebook_refuses_unknown_names_in_two_lines(tmp_path):
     project = tomllib.loads((TESTS.parents[1] / "pyproject.toml").read_text())["project"]
     (installed := tmp_path / "as_installed-0.dist-info").mkdir()  # whatever this environment was made from
-    engines = project["entry-points"]["papermill.engine"].items()
-    lines = "".join(f"{name} = {where}\n" for name, where in engines)
-    (installed / "entry_points.txt").write_text(f"[papermill.engine]\n{lines}")
+    ((name, where),) = project["entry-points"]["papermill.engine"].items()
+    (installed / "entry_points.txt").write_text(f"[papermill.engine]\n{name} = {where}\n")
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{PATHS['PYTHONPATH']}"}
-    command = [sys.executable, "-m", "papermill", str(NOTEBOOK), str(tmp_path / "o.ipynb"), "--no-progress-bar"]
-    command += ["-p", "out", str(tmp_path / "run"), "--log-level", "ERROR", "-p", "seq_length", "4096"]
-    ran = subprocess.run(command, env=env, capture_output=True, text=True)
+    options = shlex.split(f"--no-progress-bar --log-level ERROR -p out {tmp_path}/run -p seq_length 4096")
+    ran = subprocess.run(papermill(tmp_path / "o.ipynb", *options), env=env, capture_output=True, text=True)
     assert ran.returncode != 0
     noise = "IPKernelApp"  # which env/jupyter turns off
     *more, where, what = [line for line in ran.stderr.splitlines() if line and noise not in line]
@@ -239,25 +236,23 @@ def test_the_notebook_refuses_unknown_names_in_two_lines(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_stopping_sweeps_processes_that_left_the_agent(tmp_path):
+def test_stopping_sweeps_processes_that_left_the_agent():
     """A process in a session of its own that ignores SIGTERM, as a rank may; a namesake run is left alone."""
     ignore = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
-    strays = {
-        run: subprocess.Popen(
-            [sys.executable, "-c", ignore], env={**os.environ, "ALST_RUN_ID": run}, start_new_session=True,
-            stdout=subprocess.PIPE,
-        )
+    how = {"start_new_session": True, "stdout": subprocess.PIPE}
+    one, other = (
+        subprocess.Popen([sys.executable, "-c", ignore], env={**os.environ, "ALST_RUN_ID": run}, **how)
         for run in ("run-1", "run-11")
-    }  # fmt: skip
+    )
     try:
-        for stray in strays.values():
+        for stray in (one, other):
             stray.stdout.readline()
-        assert list(processes.processes("run-1")) == [strays["run-1"].pid]
+        assert list(processes.processes("run-1")) == [one.pid]
         processes.stop(None, "run-1")
-        assert strays["run-1"].wait(5) == -signal.SIGKILL
-        assert strays["run-11"].poll() is None
+        assert one.wait(5) == -signal.SIGKILL
+        assert other.poll() is None
     finally:
-        for stray in strays.values():
+        for stray in (one, other):
             stray.kill()
             stray.communicate()
 
@@ -275,12 +270,13 @@ def test_progress_that_a_full_disk_does_not_take_is_dropped_with_a_warning():
     ({"world_size": 9}, 8, 1, r"world_size=9 needs more GPUs than there are \(8 on each node\)"),
 ])  # fmt: skip
 def test_resolve(monkeypatch, engine, gpus, nodes, found):
-    monkeypatch.setattr(devices, "device_count", lambda: gpus)
+    with_gpus(monkeypatch, gpus)
+    run = RunConfig(engine=engine)
     if isinstance(found, str):
         with pytest.raises(ValueError, match=found):
-            launch.resolve(RunConfig(engine=engine), nnodes=nodes)
+            launch.resolve(run, nodes)
     else:
-        resolved = launch.resolve(RunConfig(engine=engine), nnodes=nodes).engine
+        resolved = launch.resolve(run, nodes).engine
         assert (resolved.world_size, resolved.sp) == found
 
 
@@ -297,81 +293,64 @@ def test_visible_devices(monkeypatch, visible, count):
 
 def test_cuda_environment(monkeypatch):
     """Pinned memory is as large as what is asked for where PyTorch's version can do that, or the user says so."""
-    monkeypatch.setattr(devices, "device_count", lambda: 8)
+    with_gpus(monkeypatch, 8)
     names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     for name in (*names, "DS_ACCELERATOR"):
         monkeypatch.delenv(name, raising=False)
-    grows, own = "expandable_segments:True", "max_split_size_mb:64"
-    for version, given, setting, exact in (
-        ("2.12.0", "", grows, False), ("2.13.1", "", f"{grows},{devices.EXACT}", True),
-        ("2.13.1", own, own, False), ("2.13.1", f"{own},{devices.EXACT}", f"{own},{devices.EXACT}", True),
+    grows, own, exact = "expandable_segments:True", "max_split_size_mb:64", devices.EXACT
+    for version, given, setting in (
+        ("2.12.0", "", grows), ("2.13.1", "", f"{grows},{exact}"), ("2.13.1", own, own),
+        ("2.13.1", f"{own},{exact}", f"{own},{exact}"),
     ):  # fmt: skip
         monkeypatch.setattr(devices.importlib.metadata, "version", lambda name, version=version: version)
         if given:
             monkeypatch.setenv("PYTORCH_ALLOC_CONF", given)
         env = torchrun.environment("r", 8, {"OMP_NUM_THREADS": "3"})
         assert [env.get(name) for name in names] == [None if given else setting, setting]
-        assert devices.pins_exactly() == exact
+        assert devices.pins_exactly() == (exact in setting)
         assert env["OMP_NUM_THREADS"] == "3"
         assert "DS_ACCELERATOR" not in env
 
 
 def test_torch_knows_the_settings_that_its_version_is_said_to_know():
-    header = Path(torch.__file__).parent / "include" / "c10" / "core" / "AllocatorConfig.h"
+    header = Path(torch.__file__).parent / "include/c10/core/AllocatorConfig.h"
     named = [setting.partition("_mb:")[0] for setting in devices.EXACT.split(",")]
     assert {name in header.read_text() for name in named} == {devices.pins_exactly()}
 
 
 def test_reader_returns_whole_lines_once(tmp_path):
     path = tmp_path / "progress.jsonl"
-    reader = launch.ProgressReader(path)
+    reader = ProgressReader(path)
     assert reader.read() == []
-    path.write_text('{"a": 1}\n{"a": 2')
-    assert reader.read() == [{"a": 1}]
-    assert reader.read() == []
-    with open(path, "a") as file:
-        file.write('}\nnot json\n{"a": 3}\n')
-    assert reader.read() == [{"a": 2}, {"a": 3}]
-    path.write_text('{"b": 1}\n')
-    assert reader.read() == [{"b": 1}]
-
-
-def test_only_rank_0_writes(tmp_path):
-    launch.Progress(tmp_path / "p", rank=1).emit("step")
-    assert not (tmp_path / "p").exists()
+    for mode, text, events in (
+        ("w", '{"a": 1}\n{"a": 2', [{"a": 1}]), ("a", "", []), ("a", '}\nnot json\n{"a": 3}\n', [{"a": 2}, {"a": 3}]),
+        ("w", '{"b": 1}\n', [{"b": 1}]),
+    ):  # fmt: skip
+        with open(path, mode) as file:
+            file.write(text)
+        assert reader.read() == events
 
 
 def test_a_callback_that_fails_is_dropped(tmp_path):
     run = launch._Run(fake("ok"), tmp_path, on_progress=lambda event: 1 / 0)
-    launch.Progress(tmp_path / "progress.jsonl").emit("step")
     with pytest.warns(UserWarning, match="on_progress failed"):
-        run.follow()
-    launch.Progress(tmp_path / "progress.jsonl").emit("step")
+        run.follow()  # that it starts
+    run.say("load", "")
     run.follow()
 
 
-def test_one_line_says_it_all(capsys):
-    event = {"event": "step", "row": "alst", "seq_len": 3072, "step": 1, "steps": 3, "tokens_per_second": 1234.5}
-    event |= {"loss": 2.25, "eta_seconds": 75, "message": "searching"}
-    line = progress.describe(event)
+def test_one_line_says_it_all():
+    event = {"row": "alst", "seq_len": 3072, "step": 1, "steps": 3, "tokens_per_second": 1234.5, "loss": 2.25}
+    line = progress.describe({**event, "eta_seconds": 75, "message": "searching"})
     assert line == "length 3,072  step 1/3  1,234 tokens/s  loss 2.2500  searching  0:01:15 left"
-    show = launch.progress_printer()
-    for _ in range(1000):
-        show(event)
-    show({"event": "end", "row": "alst", "status": "ok"})
-    assert capsys.readouterr().out.splitlines() == [f"alst  {line}", "alst  ok"]
 
 
 def test_log_tail_fits_and_starts_with_the_first_traceback(tmp_path):
     for rank, text in enumerate(("x" * 5000, "y" * 5000 + "\nTraceback (most recent call last):\nBoom", "")):
-        file = tmp_path / "id" / "attempt_0" / str(rank) / "stderr.log"
-        file.parent.mkdir(parents=True)
-        file.write_text(text)
+        make_file(tmp_path / f"id/attempt_0/{rank}/stderr.log", text)
     tail = progress.log_tail(tmp_path)
     assert tail.startswith("--- rank 1, stderr ---\n")
-    assert "Boom" in tail
-    assert "rank 0" in tail
-    assert "rank 2" not in tail
+    assert [part in tail for part in ("Boom", "rank 0", "rank 2")] == [True, True, False]
     assert 2500 < len(tail) <= 4000
 
 
@@ -386,18 +365,22 @@ def test_a_model_that_is_not_there_starts_no_rank(tmp_path, monkeypatch):
 
 def test_the_longest_row_of_the_paper_ends_within_its_time_limit(monkeypatch):
     """Its step takes 6,455 s."""
-    monkeypatch.setattr("alstlib.planner.devices.first_gpu", lambda: ("NVIDIA H100 80GB HBM3", 80 * 2**30))
+    monkeypatch.setattr(devices, "first_gpu", lambda: ("NVIDIA H100 80GB HBM3", 80 * 2**30))
     fields = {"model.name": "llama-3.1-8b", "data.seq_len": "3.7M", "optim.steps": 3, "output.checkpoint_every": 1}
     run = launch.resolve(row_config("alst", RunConfig.from_dict(fields)), gpus=8)
-    seconds, which = preflight.time_limit(run, 1, 8)
-    assert 5 * 3 * PAPER_ROWS["alst"]["step_seconds"] < seconds < 7 * 86400
-    assert preflight.limits(run, 1, 8)[1] > 5 * PAPER_ROWS["alst"]["step_seconds"]
+
+    def limit(**changes):
+        return preflight.time_limit(run.replace(**changes), 1, 8)
+
+    seconds, which = limit()
+    assert 5 * 3 * 6455 < seconds < 7 * 86400
+    assert preflight.limits(run, 1, 8)[1] > 5 * 6455
     assert "(10 times the prediction; limits.timeout=SECONDS sets another, 0 none)" in which
-    assert preflight.time_limit(run.replace(search=True), 1, 8)[0] > 2 * seconds
-    short = run.replace(data={"seq_len": 1024}, output={"checkpoint_every": 0})
-    assert "the time limit of 1:00:00 (the shortest default" in preflight.time_limit(short, 1, 8)[1]
-    for timeout, limit in ((0, (math.inf, "no time limit (limits.timeout=0)")), (300, (300, "limits.timeout=300 s"))):
-        assert preflight.time_limit(run.replace(limits={"timeout": timeout}), 1, 8) == limit
+    assert limit(search=True)[0] > 2 * seconds
+    short = limit(data={"seq_len": 1024}, output={"checkpoint_every": 0})
+    assert "the time limit of 1:00:00 (the shortest default" in short[1]
+    assert limit(limits={"timeout": 0}) == (math.inf, "no time limit (limits.timeout=0)")
+    assert limit(limits={"timeout": 300}) == (300, "limits.timeout=300 s")
     on_cpus = preflight.time_limit(RunConfig(engine={"world_size": 2, "sp": 2}), 1, 0)
     assert on_cpus[1].partition("24:00:00 (")[2].startswith("no time is predicted")
 
@@ -417,17 +400,15 @@ def test_ranks_are_told_the_time_limit(tmp_path, monkeypatch, timeout, job, seco
     attempt = torchrun.read_attempt(start.call_args.args[0][-1])
     deadline = float(attempt.environment("/nowhere")["ALST_DEADLINE"])
     assert deadline == pytest.approx(time.time() + seconds, abs=60)
-    (told,) = [e for e in ProgressReader(tmp_path / "progress.jsonl").read() if e["event"] == "start"]
-    assert ("the time limit is" in told["message"]) == (timeout != 0)
+    told = ProgressReader(tmp_path / "progress.jsonl").read()[0]
+    assert (told["event"], "the time limit is" in told["message"]) == ("start", timeout != 0)
 
 
-@pytest.mark.parametrize("what, status", [
-    ("shrink", "ok"), ("stuck", "oom"),
-])  # fmt: skip
+@pytest.mark.parametrize("what, status", [("shrink", "ok"), ("stuck", "oom")])
 @pytest.mark.slow
 def test_a_search_goes_on_in_a_new_process_where_memory_ran_out(tmp_path, what, status):
     result = start(what, tmp_path, world_size=1, search=True)
     assert result["status"] == status
     assert sum(e.get("peak") == 100 for e in ProgressReader(tmp_path / "progress.jsonl").read()) == 2
     assert len(list((tmp_path / "logs").iterdir())) == 2
-    assert results.read_result(tmp_path / "result.json") == result
+    assert result_of(tmp_path) == result

@@ -13,12 +13,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-import yaml
-from cases import READS_PROC, listening, wait_for
-from test_launch import PATHS, in_thread, processes_of, start
+from cases import READS_PROC, listening, make_file, wait_for
+from test_launch import PATHS, hanging, in_thread, processes_of, result_of, start, with_gpus
 
 from alstlib import sizing
-from alstlib.planner import devices
 from alstlib.runs import cli, cluster, launch, processes, results, torchrun
 
 TWICE = shlex.join([sys.executable, str(Path(__file__).with_name("twice.py"))])
@@ -39,7 +37,7 @@ def of_run(out):
 
 def agent_of(out, node):
     """A node's agent."""
-    agents = [process for process in of_run(out) if process.cmdline()[1:3] == ["-m", torchrun.AGENT]]
+    agents = (process for process in of_run(out) if process.cmdline()[1:3] == ["-m", torchrun.AGENT])
     return next(agent for agent in agents if agent.environ()["ALST_NODE_RANK"] == str(node))
 
 
@@ -51,12 +49,12 @@ def agent_of(out, node):
     (SLURM, (), 3, "srun --overlap --nodes=3 --ntasks=3 --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 "
      "--wait=60 --cpus-per-task=16 --gpus-per-node=8", "10.0.0.7"),
     (SLURM, (1,), 1, "", "127.0.0.1"),
-    (SLURM, (2, "true -n 2"), 2, "true -n 2", "10.0.0.7"),
     ({}, (2, "true -n 'a b'", "n1"), 2, "true -n 'a b'", "n1"),
+    (SLURM, (2, "true"), 2, "true", "10.0.0.7"),
     ({}, (2, "true"), 2, "true", socket.gethostname()),
 ])  # fmt: skip
 def test_which_nodes_there_are(monkeypatch, env, given, count, launcher, head):
-    monkeypatch.setattr(devices, "device_count", lambda: 8)
+    with_gpus(monkeypatch, 8)
     monkeypatch.setattr(cluster, "_slurm_address", lambda env: "10.0.0.7")
     monkeypatch.setattr(cluster.shutil, "which", lambda name: f"/bin/{name}")
     found = cluster.here(*given, env=env)
@@ -73,7 +71,7 @@ def test_which_nodes_there_are(monkeypatch, env, given, count, launcher, head):
     ({}, (2, "no-such-launcher -n 2"), "--launcher no-such-launcher -n 2: there is no command 'no-such-launcher'"),
 ])  # fmt: skip
 def test_nodes_that_cannot_be(monkeypatch, env, given, says):
-    monkeypatch.setattr(devices, "device_count", lambda: 8)
+    with_gpus(monkeypatch, 8)
     with pytest.raises(ValueError, match=says):
         cluster.here(*given, env=env)
 
@@ -105,8 +103,7 @@ def test_a_run_ends_before_its_job(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     assert cluster.job_seconds() is None
     monkeypatch.setenv("SLURM_JOB_END_TIME", "5000")
-    assert cluster.job_seconds(1000) == 4000 - cluster.MARGIN_SECONDS
-    assert cluster.job_seconds(4920) == 40
+    assert [cluster.job_seconds(now) for now in (1000, 4920)] == [4000 - cluster.MARGIN_SECONDS, 40]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
@@ -139,8 +136,8 @@ def test_what_other_nodes_get_is_one_argument_that_any_shell_leaves_alone(monkey
 @pytest.fixture
 def spec(tmp_path):
     path = tmp_path / "spec.yaml"
-    base = {"model.name": "tiny", "data.seq_len": 64, "optim.steps": 2, "engine": {"sp": 0, "world_size": 2}}
-    path.write_text(yaml.safe_dump({"name": "two", "base": base, "rows": ["alst"]}))
+    base = "{model.name: tiny, data.seq_len: 64, optim.steps: 2, engine: {sp: 0, world_size: 2}}"
+    path.write_text(f"{{name: two, base: {base}, rows: [alst]}}")
     return path
 
 
@@ -150,9 +147,8 @@ def test_nodes_are_submitted_as_a_job(tmp_path, monkeypatch, alst, spec):
     command = f"""run {spec} --out {tmp_path}/out --nodes 2 --sbatch "--time=60 --partition='a b'" --retry=error"""
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "--nodes 2 needs --launcher CMD outside of a Slurm job" in alst(command, 2)
-    (sbatch := tmp_path / "sbatch").write_text(
-        f'#!/bin/sh\necho "$ALST_PYTHON $@" > {tmp_path}/given\necho "42;cluster"\n'
-    )
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text(f'#!/bin/sh\necho "$ALST_PYTHON $@" > {tmp_path}/given\necho "42;cluster"\n')
     sbatch.chmod(0o755)
     said = alst(f"{command} --rows alst --fail-fast")
     for part in ("job 42 on 2 nodes", f"tail -F {tmp_path / 'out' / 'slurm-42.log'}", "scancel 42"):
@@ -180,19 +176,19 @@ def test_options_can_be_variables(monkeypatch, capsys, alst, spec):
 @pytest.mark.launch
 def test_a_sweep_on_two_nodes_is_the_sweep_on_one(tmp_path, spec):
     """To the bit. Real ranks; nothing of it is left."""
-    argv = [sys.executable, "-m", "alstlib.runs.cli", "run", str(spec), "--out"]
     env = {**os.environ, **PATHS, "CUDA_VISIBLE_DEVICES": ""}
     losses = []
     for name, several in (("one", ()), ("two", ("--nodes", "2", "--head", "127.0.0.1", "--launcher", TWICE))):
         out = tmp_path / name
-        done = subprocess.run([*argv, str(out), *several], env=env, capture_output=True, text=True, timeout=300)
+        command = [sys.executable, "-m", "alstlib.runs.cli", "run", str(spec), "--out", str(out), *several]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr
-        result = results.read_result(out / "alst" / "result.json")
+        result = result_of(out / "alst")
         assert result["config"]["engine"]["world_size"] == result["config"]["engine"]["sp"] == 2
         losses.append(result["metrics"]["loss"])
     assert losses[0] == losses[1]
     assert len(losses[0]) == len(result["metrics"]["device_peak_bytes"]) == 2
-    (logs,) = (out / "alst" / "logs").iterdir()
+    (logs,) = (out / "alst/logs").iterdir()
     assert {log.name for log in logs.iterdir()} >= {"agent.log", "launcher.log", "node1.rank1"}
     assert json.loads((out / "sweep.json").read_text())["nodes"] == 2
     assert not of_run(out / "alst")
@@ -209,13 +205,12 @@ def test_nodes_that_fail_are_named(tmp_path):
     assert "--- rank 0, stderr ---" in e.value.result["error"]["log_tail"]
 
     out = tmp_path / "search"
-    ended = in_thread("shrink_then_hang", out, world_size=2, search=True)
+    run = in_thread("shrink_then_hang", out, world_size=2, search=True)
     assert wait_for(lambda: len(list(out.glob("logs/*/node1.rank1/*/attempt_0/0/stderr.log"))) == 2)
     assert wait_for(lambda: sum("-m fake_worker" in line for line in processes_of(out).values()) == 2)
     assert {address for found in listening(out).values() for address in found} == {"127.0.0.1"}
     agent_of(out, 1).kill()
-    assert wait_for(lambda: ended)
-    assert str(ended[0]).startswith("error: NodeLost: node 1 (host1) ended without a word; ")
+    assert str(run.exception(200)).startswith("error: NodeLost: node 1 (host1) ended without a word; ")
     assert wait_for(lambda: not of_run(out))
 
 
@@ -247,67 +242,55 @@ from alstlib.config import RunConfig
 from alstlib.runs import launch
 run = RunConfig(model={"config": {"fake": "hang"}}, engine={"world_size": 2})
 launch.launch(run, sys.argv[1], worker="fake_worker")"""
-    outs, env = {victim: tmp_path / victim for victim in VICTIMS}, {**os.environ, **PATHS}
-    runs = {v: psutil.Popen([sys.executable, "-c", code, str(out)], env=env) for v, out in outs.items()}
-    try:
-        assert wait_for(lambda: len(list(tmp_path.glob("*/started.[01]"))) == 2 * len(runs))
-        head = agent_of(outs["head"], 0)
-        victims = {**runs, "launcher": agent_of(outs["launcher"], 0).parent(), "head": head}
+    commands = {victim: [sys.executable, "-c", code, str(tmp_path / victim)] for victim in VICTIMS}
+    with hanging(tmp_path, commands) as runs:
+        launcher = agent_of(tmp_path / "launcher", 0).parent()
+        victims = {**runs, "launcher": launcher, "head": agent_of(tmp_path / "head", 0)}
         for victim, number in VICTIMS.items():
             victims[victim].send_signal(number)
-        for victim, started in runs.items():
-            assert started.wait(120) != 0, victim
-            assert wait_for(lambda out=outs[victim]: not of_run(out), 60), victim
-        assert results.read_result(outs["interrupted"] / "result.json")["status"] == "cancelled"
-    finally:
-        for victim, started in runs.items():
-            for process in (started, *of_run(outs[victim])):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
+    assert result_of(tmp_path / "interrupted")["status"] == "cancelled"
 
 
 @pytest.mark.launch
 @pytest.mark.usefixtures("two_nodes")
-@pytest.mark.parametrize("ranks, says", [
-    ("", r"NodeFailed: host[01]: this node does not know its rank: the launcher sets none of ALST_NODE_RANK"),
-    ("0 0", r"NodeFailed: node 0 \(host[01]\): ValueError: this node has rank 0 and cannot listen on 127\.0\.0\.1, "),
+@pytest.mark.parametrize("name, value, says", [
+    ("ALST_TEST_RANKS", "", "NodeFailed: host[01]: this node does not know its rank: the launcher sets none of ALST_N"),
+    ("ALST_TEST_RANKS", "0 0", r"NodeFailed: node 0 \(host[01]\): ValueError: this node has rank 0 and cannot listen"),
+    (cluster.LAUNCHER_VARIABLE, "sh -c 'echo no such hosts >&2; exit 3'",
+     "sh ended with exit status 3; node 0 never started; node 1 never started; no such hosts"),
 ])  # fmt: skip
-def test_a_launcher_that_gives_wrong_ranks(tmp_path, monkeypatch, ranks, says):
-    monkeypatch.setenv("ALST_TEST_RANKS", ranks)
+def test_a_launcher_that_fails_or_gives_wrong_ranks(tmp_path, monkeypatch, name, value, says):
+    """Its own words are in the error."""
+    monkeypatch.setenv(name, value)
     with pytest.raises(launch.RunFailed, match=says):
         start("ok", tmp_path, world_size=2)
     assert wait_for(lambda: not of_run(tmp_path))
 
 
-@pytest.mark.usefixtures("two_nodes")
-def test_a_launcher_that_fails_has_its_words_in_the_error(tmp_path, monkeypatch):
-    monkeypatch.setenv(cluster.LAUNCHER_VARIABLE, "sh -c 'echo no such hosts >&2; exit 3'")
-    with pytest.raises(
-        launch.RunFailed, match="sh ended with exit status 3; node 0 never started; node 1 never started; no "
-    ):
-        start("ok", tmp_path, world_size=2)
-
-
 # What the nodes say
 
 
-def starts(node):
-    return {"node": node, "name": f"n{node}"}
+def starts(node, **more):
+    return {"node": node, "name": f"n{node}", **more}
 
 
 def ends(node, code, kind="RankFailed"):
-    return {**starts(node), "code": code, "kind": kind, "why": f"why {node}"}
+    return starts(node, code=code, kind=kind, why=f"why {node}")
+
+
+def words(*reports):
+    return [f"{torchrun.SAYS}{json.dumps(report)}" for report in reports]
 
 
 def test_what_nodes_say_is_found_in_the_launchers_words(tmp_path):
     log = tmp_path / "launcher.log"
     assert torchrun.read_reports(log) == []
-    lines = [f"{torchrun.SAYS}{json.dumps(starts(n))}" for n in (0, 1)]
-    log.write_text(f"srun: hello\n1: {lines[1]}\n[1,0]<stdout>:{lines[0]}\n{torchrun.SAYS}{{half")
+    first, second = words(starts(0), starts(1))
+    log.write_text(f"srun: hello\n1: {second}\n[1,0]<stdout>:{first}\n{torchrun.SAYS}{{half")
     assert torchrun.read_reports(log) == [starts(1), starts(0)]
 
 
-@pytest.mark.parametrize("reports, ended, kind, words", [
+@pytest.mark.parametrize("reports, ended, kind, says", [
     ([ends(0, 1), ends(1, 1, "RankKilled")], "", "RankKilled", "node 1 (n1): why 1"),
     ([ends(1, 1), ends(0, 1)], "", "RankFailed", "node 1 (n1): why 1"),
     ([ends(0, 1)], "", "RankFailed", "node 0 (n0): why 0"),
@@ -316,11 +299,11 @@ def test_what_nodes_say_is_found_in_the_launchers_words(tmp_path):
     ([ends(0, 143)], "x ended", "NodeLost", "node 1 (n1) ended without a word; x ended; srun: n1: Killed"),
     (None, "x ended", "LauncherFailed", "x ended; node 0 never started; node 1 never started; srun: n1: Killed"),
 ])  # fmt: skip
-def test_who_ended_a_run(tmp_path, reports, ended, kind, words):
-    said = [] if reports is None else [starts(0), starts(1), *reports]
-    lines = [f"{torchrun.SAYS}{json.dumps(report)}" for report in said]
-    (tmp_path / "launcher.log").write_text("\n".join([*lines, "srun: n1: Killed"]))
-    assert torchrun.cause(tmp_path / "launcher.log", 2, ended) == (kind, words)
+def test_who_ended_a_run(tmp_path, reports, ended, kind, says):
+    said = [] if reports is None else words(starts(0), starts(1), *reports)
+    log = tmp_path / "launcher.log"
+    log.write_text("\n".join([*said, "srun: n1: Killed"]))
+    assert torchrun.cause(log, 2, ended) == (kind, says)
 
 
 # What a job has
@@ -334,12 +317,11 @@ def test_who_ended_a_run(tmp_path, reports, ended, kind, words):
 def test_free_memory_is_what_the_jobs_groups_leave(tmp_path, root, limit, used, cached, line):
     """A limit of the job, above the step that has none; files that were read can be dropped."""
     for name, most in (("job_7", "1000"), ("job_7/step_0", "max")):
-        (folder := tmp_path / root / name).mkdir(parents=True)
         for file, text in ((limit, most), (used, "700"), ("memory.stat", f"anon 500\n{cached} 150")):
-            (folder / file).write_text(f"{text}\n")
+            make_file(tmp_path / root / name / file, f"{text}\n")
     (tmp_path / "cgroup").write_text(line)
-    assert list(sizing._groups_leave(tmp_path / "cgroup", tmp_path)) == [450]
-    assert list(sizing._groups_leave(tmp_path / "nothing", tmp_path)) == []
+    for file, left in (("cgroup", [450]), ("nothing", [])):
+        assert list(sizing._groups_leave(tmp_path / file, tmp_path)) == left
 
 
 def test_free_memory_without_any_limit_is_the_machines(monkeypatch):
@@ -366,11 +348,11 @@ def test_free_memory_is_what_slurm_gave(monkeypatch):
 ])  # fmt: skip
 def test_a_warning_is_heard_and_sigterm_ends_after_the_grace(number, grace, told, ends):
     heard, began = [], time.monotonic()
-    with contextlib.ExitStack() as stack:
-        if ends:
-            stack.enter_context(pytest.raises(KeyboardInterrupt))
-        stack.enter_context(processes.warnings_call(lambda: heard.append(1), grace))
-        stack.enter_context(processes.sigterm_interrupts())
+    with (
+        pytest.raises(KeyboardInterrupt) if ends else contextlib.nullcontext(),
+        processes.warnings_call(lambda: heard.append(1), grace),
+        processes.sigterm_interrupts(),
+    ):
         os.kill(os.getpid(), number)
         assert len(heard) == told
         time.sleep(0.3)
@@ -388,8 +370,8 @@ def test_a_sweep_whose_time_is_up_can_be_repeated(tmp_path, monkeypatch, alst, s
     """In the first of two rows: its state is saved, or not, or only an earlier attempt left one; or it ends well and
     the next does not begin."""
     path = tmp_path / "spec.yaml"
-    path.write_text(yaml.safe_dump({"name": "two", "base": {"model.name": "tiny"}, "rows": ["baseline", "alst"]}))
-    ran, state = [], tmp_path / "out" / "baseline" / "state" / "state.json"
+    path.write_text("{name: two, base: {model.name: tiny}, rows: [baseline, alst]}")
+    ran, state = [], tmp_path / "out/baseline/state/state.json"
     state.parent.mkdir(parents=True)
     if saved == "before":
         state.touch()
@@ -413,7 +395,7 @@ def test_ranks_are_bound_next_to_their_gpus(tmp_path, monkeypatch):
 
     for name in ("node0", "node1", "possible"):
         (tmp_path / name).mkdir()
-    monkeypatch.setattr(devices, "device_count", lambda: 8)
+    with_gpus(monkeypatch, 8)
     monkeypatch.setattr(agent.shutil, "which", lambda name: f"/bin/{name}")
     assert "--numa-binding" in agent.run.get_args_parser().format_help()
     for cores, binding in ((os.cpu_count(), ["--numa-binding", "node"]), (1, [])):  # one, as a scheduler has it

@@ -3,15 +3,14 @@
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import nbformat
 import pytest
+from test_launch import papermill, result_of
 
-from alstlib.config import RunConfig, not_default, row_config
+from alstlib.config import RunConfig, not_default, row_config, value_of
 from alstlib.runs.parameters import Parameters
-from alstlib.runs.results import read_result
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -94,12 +93,10 @@ def test_cells_are_run_again():
 
 @pytest.mark.launch
 def test_papermills_command_line_runs_it(tmp_path):
-    notebook = REPOSITORY / "notebooks" / "run.ipynb"
-    command = [sys.executable, "-m", "papermill", str(notebook), str(tmp_path / "o.ipynb"), "--no-progress-bar"]
-    given = {"model.name": "tiny", "data.seq_len": "256", "options.chunk": "64", "options.tiles.mlp": "32"}
-    for name, value in {**given, "optim.steps": "1", "out": str(tmp_path / "run")}.items():
-        command += ["-p", name, value]
-    command += ["-y", "limits: {timeout: 300}"]
+    output, out = tmp_path / "o.ipynb", tmp_path / "run"
+    given = {"model.name": "tiny", "data.seq_len": 256, "options.chunk": 64, "options.tiles.mlp": 32, "optim.steps": 1}
+    options = " ".join(f"-p {name} {value}" for name, value in {**given, "out": out}.items())
+    command = papermill(output, "--no-progress-bar", *options.split(), "-y", "limits: {timeout: 300}")
     env = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}  # a kernel reads it
     env |= {"PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}
     ran = subprocess.run(command, env=env, capture_output=True, text=True)
@@ -109,8 +106,8 @@ def test_papermills_command_line_runs_it(tmp_path):
     assert "starting 2 ranks" in ran.stdout
     assert re.search(r"step 1/1 .*\n", ran.stdout), "how far the run is, and not only which share of the cells is done"
     assert ran.stdout.splitlines()[-1] == "run  ok"
-    result = read_result(tmp_path / "run" / "result.json")
+    result = result_of(out)
     said = RunConfig.from_dict(result["config"])
-    assert (said.model.name, said.data.seq_len, said.options.chunk, said.options.tile("mlp")) == ("tiny", 256, 64, 32)
-    assert (said.optim.steps, said.limits.timeout, result["status"]) == (1, 300, "ok")
-    assert nbformat.read(tmp_path / "o.ipynb", 4).cells[-1].outputs
+    assert {name: value_of(said, name) for name in given} == given
+    assert (said.limits.timeout, result["status"]) == (300, "ok")
+    assert nbformat.read(output, 4).cells[-1].outputs

@@ -20,18 +20,14 @@ NASTY = "<script>alert('x')</script> & \"quoted\""
 class Page(HTMLParser):
     """Tags with their attributes, and text outside scripts and styles."""
 
-    VOID = ("meta", "img", "br")
-
-    def __init__(self, text):
+    def __init__(self, path):
         super().__init__()
-        self.tags: list[tuple[str, dict]] = []
-        self.open: list[str] = []
-        self.said = ""
-        self.feed(text)
+        self.tags, self.open, self.said, self.text = [], [], "", path.read_text()
+        self.feed(self.text)
 
     def handle_starttag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
-        if tag not in self.VOID:
+        if tag not in ("meta", "img", "br"):
             self.open.append(tag)
 
     def handle_endtag(self, tag):
@@ -43,14 +39,22 @@ class Page(HTMLParser):
     def all(self, tag):
         return [attributes for name, attributes in self.tags if name == tag]
 
+    def links(self):
+        return [unquote(a["href"]) for a in self.all("a")]
 
-def put(folder, row, status="ok", run=None, **fields):
-    """A result in the folder of its row; `fields` are metrics, or the error."""
+
+def put(folder, row, status="ok", run=None, error=None, **metrics):
+    """A result in the folder of its row."""
     run = (run or RunConfig()).replace(row=row.rpartition("/")[2].replace(" ", "_"))
-    error = fields.pop("error", None)
-    made = results.new_result(run, status, metrics=fields, error=error, device="cpu")
+    made = results.new_result(run, status, metrics=metrics, error=error, device="cpu")
     (folder / row).mkdir(parents=True)
     results.write_result(folder / row / "result.json", made)
+
+
+def page_of(folder, *of):
+    """Its page is written and read."""
+    report.tell(folder, *of)
+    return Page(folder / "report.html")
 
 
 @pytest.fixture(scope="module")
@@ -67,53 +71,47 @@ def written(tmp_path_factory):
     error = {"type": "Boom", "message": NASTY, "log_tail": f"the end {NASTY}"}
     put(folder, "alst", run=base, **metrics)
     put(folder, "ulysses+offload", run=base, **metrics)
-    put(folder, "bad", "error", base.replace(data={"name": NASTY}), error=error)
+    put(folder, "bad", "error", base.replace(data={"name": NASTY}), error)
     for row in folder.iterdir():
         (row / "run.ipynb").write_text("{}")
-    report.tell(folder)
-    page = folder / "report.html"
-    return folder, page, Page(page.read_text(encoding="utf-8"))
+    return folder, page_of(folder)
 
 
 def test_the_page_is_well_formed_and_what_results_say_is_text(written):
-    _, path, page = written
+    _, page = written
     assert page.open == []
     for text in ("3.00 MiB", "5.00 MiB", "predicted device peak", "predicted step", "1.5 s", "torch", "git commit"):
         assert text in page.said, text
     assert len(page.all("details")) == 3 + 1  # configurations, and the log of the one that failed
     assert page.said.count(NASTY) >= 3  # the error, the log, the configuration
-    assert "<script" not in path.read_text()
+    assert "<script" not in page.text
 
 
 def test_nothing_is_loaded_from_elsewhere_and_links_lead_to_files(written):
-    folder, path, page = written
+    folder, page = written
     assert page.all("link") == []
-    figures = page.all("img")
-    assert len(figures) == 3
-    for image in figures:
+    assert len(page.all("img")) == 3
+    for image in page.all("img"):
         assert image["src"].startswith("data:image/png;base64,")
         assert len(image["alt"]) > 20
-    links = [a["href"] for a in page.all("a")]
-    for link in links:
-        assert link[0] == "#" or (folder / unquote(link)).is_file(), link
+    links = page.links()
+    assert all(link[0] == "#" or (folder / link).is_file() for link in links)
     assert sum(link.endswith("run.ipynb") for link in links) == 3
-    assert not re.search(r"url\(|@import|https?://", path.read_text())
-    assert str(folder) not in path.read_text()
+    assert not re.search(r"url\(|@import|https?://", page.text)
+    assert str(folder) not in page.text
 
 
 def test_rows_of_the_same_name_in_several_sweeps_stay_apart(tmp_path):
     """Ids and figures of `alst report` over a folder of sweeps."""
-    for sweep in ("first", "the second"):
-        for row in ("alst", f"only {sweep}"):
-            predicted = {"device_peak_bytes": 2**21}
-            put(tmp_path / sweep, row, loss=[3.0, 2.5, 2.25], device_peak_bytes=[2**20], predicted=predicted)
-    report.tell(tmp_path)
-    page = Page((tmp_path / "report.html").read_text())
+    for row in ("first/alst", "first/only first", "the second/alst", "the second/only the second"):
+        predicted = {"device_peak_bytes": 2**21}
+        put(tmp_path, row, loss=[3.0, 2.5, 2.25], device_peak_bytes=[2**20], predicted=predicted)
+    page = page_of(tmp_path)
     ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
     assert len(ids) == len(set(ids))
     named = {"row-first/alst", "row-the_second/alst", "row-first/only_first", "row-the_second/only_the_second"}
     assert named <= set(ids)
-    assert {a["href"][1:] for a in page.all("a") if a["href"][0] == "#"} <= set(ids)
+    assert {link[1:] for link in page.links() if link[0] == "#"} <= set(ids)
     assert len(page.all("img")) == 1
 
 
@@ -135,26 +133,24 @@ def tile_sweep(folder, sizes=(64, 256, None), **fields):
     for i, (row, config) in enumerate(spec.rows.items()):
         if i != 1:
             put(spec.out, row, run=config, seq_len=512, step_seconds=[2.0 + i], device_peak_bytes=[(3 + i) * 2**20])
-    report.tell(spec.out, spec)
-    return spec, spec.out / "report.html"
+    return spec, page_of(spec.out, spec)
 
 
 def test_rows_come_in_the_specs_order_with_the_swept_field_and_those_that_never_ran(tmp_path, alst):
-    spec, path = tile_sweep(tmp_path)
-    assert re.findall(r">(?:<a[^>]*>)?(tile-\w+)<", path.read_text())[:3] == ["tile-64", "tile-256", "tile-None"]
-    assert ">options.tiles<" in path.read_text()
-    assert "1 never run" in Page(path.read_text()).said
+    spec, page = tile_sweep(tmp_path)
+    names = ["tile-64", "tile-256", "tile-None"]
+    assert re.findall(r">(?:<a[^>]*>)?(tile-\w+)<", page.text)[:3] == names
+    assert ">options.tiles<" in page.text
+    assert "1 never run" in page.said
     table = alst(f"report {spec.path} --out {spec.out}")
-    rows = [line.split(" | ")[:4] for line in table.splitlines()[:5] if "---" not in line]
-    assert rows == [
-        ["| row", "status", "mode", "options.tiles"],
-        ["| tile-64", "ok", "real", "64"],
-        ["| tile-256", "never run", "-", "256"],
-        ["| tile-None", "ok", "real", "1024"],
-    ]
+    for line in (
+        "| row | status | mode | options.tiles |", "| tile-64 | ok | real | 64 |", "| tile-256 | never run | - | 256 |",
+        "| tile-None | ok | real | 1024 |",
+    ):  # fmt: skip
+        assert line in table
     write_record(spec)
-    again = alst(f"report {spec.out}")  # by the record of the folder
-    assert re.findall(r"\| (tile-\w+)", again) == ["tile-64", "tile-256", "tile-None"]
+    for shown in (table, alst(f"report {spec.out}")):  # by the record of the folder
+        assert re.findall(r"\| (tile-\w+)", shown) == names
 
 
 @pytest.mark.parametrize("width, first", [(200, "tile-64 "), (60, "row ")])
@@ -173,8 +169,8 @@ def test_a_terminal_shows_a_table_where_it_is_wide_enough(tmp_path, monkeypatch,
 
 
 def test_a_sweep_over_one_number_is_drawn_over_it(tmp_path, drawn):
-    spec, path = tile_sweep(tmp_path)
-    said = [image["alt"].partition(". ")[0] for image in Page(path.read_text()).all("img")]
+    spec, page = tile_sweep(tmp_path)
+    said = [image["alt"].partition(". ")[0] for image in page.all("img")]
     assert said == ["Step over the swept field", "Device peak over the swept field"]
     found = results.collect(spec.out)
     for one, rate in zip((*found, {**found[0], "label": "none"}), (1e-5, 0.0, None)):
@@ -205,8 +201,7 @@ def test_a_figure_that_fails_says_so_and_the_others_are_drawn(tmp_path, monkeypa
     tried = [{"seq_len": 256, "device_peak_bytes": 2**20}, failed, failed]
     for row in ("alst", "ours"):
         put(tmp_path, row, seq_len=512, loss=[1.0, 0.0, 0.0], tried=tried)
-    report.tell(tmp_path)
-    page = Page((tmp_path / "report.html").read_text())
+    page = page_of(tmp_path)
     assert page.open == []
     assert len(page.all("img")) == 2  # the longest sequences, and trials of which peaks are known
     assert "It could not be drawn: ZeroDivisionError" in page.said
@@ -255,8 +250,8 @@ def test_figures_of_many_rows_have_room_for_their_lines(drawn, recwarn, count):
 
 
 def test_a_page_elsewhere_links_to_the_results(written, tmp_path):
-    folder, _, _ = written
-    report.tell(folder, page=(path := tmp_path / "deep" / "page.html"))
-    links = [unquote(a["href"]) for a in Page(path.read_text()).all("a") if a["href"][0] != "#"]
+    folder, _ = written
+    report.tell(folder, page=(path := tmp_path / "deep/page.html"))
+    links = [link for link in Page(path).links() if link[0] != "#"]
     assert links
     assert all((path.parent / link).is_file() for link in links)

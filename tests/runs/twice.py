@@ -11,10 +11,10 @@ import sys
 import time
 
 WAIT = 4.0
-ranks = os.environ.get("ALST_TEST_RANKS", "0 1").split() or [None, None]
+ranks = os.environ.get("ALST_TEST_RANKS", "0 1").split()
 started = []
-for node, rank in enumerate(ranks):
-    env = {**os.environ, "SLURMD_NODENAME": f"host{node}", **({} if rank is None else {"ALST_NODE_RANK": rank})}
+for node in range(2):
+    env = {**os.environ, "SLURMD_NODENAME": f"host{node}", **({"ALST_NODE_RANK": ranks[node]} if ranks else {})}
     started.append(subprocess.Popen(sys.argv[1:], env=env, stdin=subprocess.DEVNULL))
 for number in (signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, lambda number, _: [process.send_signal(number) for process in started])
