@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from cases import VOCAB, make_model
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 import alstlib
+from alstlib.hf.saving import full_weights
 from alstlib.train import operators
 
 STEPS = 20
@@ -39,23 +39,20 @@ def samples(count=43, seed=3):
     return made
 
 
+FILLS = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+
+
 def collate(batch, to=None):
-    longest = to or max(len(sample["input_ids"]) for sample in batch)
-
-    def pad(rows, value):
-        return torch.tensor([row + [value] * (longest - len(row)) for row in rows])
-
-    return {
-        "input_ids": pad([s["input_ids"] for s in batch], 0), "labels": pad([s["labels"] for s in batch], -100),
-        "attention_mask": pad([[1] * len(s["input_ids"]) for s in batch], 0),
-    }  # fmt: skip
+    rows = [{**sample, "attention_mask": [1] * len(sample["input_ids"])} for sample in batch]
+    longest = to or max(len(row["input_ids"]) for row in rows)
+    return {n: torch.tensor([r[n] + [fill] * (longest - len(r[n])) for r in rows]) for n, fill in FILLS.items()}
 
 
 def with_positions(batch, to=40):
     """For the libraries' own, which need positions, and an even number of tokens for two ranks."""
     longest = to or max(len(sample["input_ids"]) for sample in batch)
     made = collate(batch, to=longest + longest % 2)
-    return {**made, "position_ids": torch.arange(made["input_ids"].shape[1]).expand(len(batch), -1).contiguous()}
+    return {**made, "position_ids": torch.arange(longest + longest % 2).expand(len(batch), -1).contiguous()}
 
 
 @contextlib.contextmanager
@@ -93,20 +90,6 @@ def engine_settings(engine):
     return {"deepspeed": {**stage, **own, **dict.fromkeys(batch, "auto")}}
 
 
-def weights(model):
-    """Of a model inside any engine, whole."""
-    found = {}
-    for name, p in model.named_parameters():
-        if hasattr(p, "ds_id"):
-            import deepspeed
-
-            with deepspeed.zero.GatheredParameters([p]):
-                found[name] = p.detach().clone()
-        else:
-            found[name] = p.detach().full_tensor() if isinstance(p, DTensor) else p.detach().clone()
-    return found
-
-
 def made_of(config):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).train()
@@ -119,6 +102,11 @@ def adapted(model, targets=None):
 
     torch.manual_seed(0)
     return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj", *(targets or [])]))
+
+
+def spread(world, sp=None, options=None):
+    """What a mixin is given: all ranks share a sample, unless `sp` says how many do."""
+    return {"sp": sp or world, "alst": alstlib.Options(**{**OPTIONS, **(options or {})})}
 
 
 def train(
@@ -138,15 +126,11 @@ def train(
     with accelerate_here(engine), tempfile.TemporaryDirectory() as scratch:
         from transformers import TrainingArguments
 
-        if callable(kind):
-            model = kind()
-        else:
-            model = make_model(kind) if isinstance(kind, str) else made_of(kind)
+        model = kind() if callable(kind) else make_model(kind) if isinstance(kind, str) else made_of(kind)
+        if not callable(kind):
             model = model.to(dtype or (torch.float64 if engine == "ddp" else torch.float32))
         model = adapted(model, targets) if lora else model
-        own = {}
-        if how == "ours":
-            own = {"sp": world if sp is None else sp, "alst": alstlib.Options(**{**OPTIONS, **(options or {})})}
+        own = spread(world, sp, options) if how == "ours" else {}
         if how == "library":
             from accelerate import ParallelismConfig
             from accelerate.utils import DeepSpeedSequenceParallelConfig
@@ -166,32 +150,25 @@ def train(
 
 
 def outcome(trainer, how):
-    logs = trainer.state.log_history
-    found = weights(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
+    """What a Trainer has logged by step, the trained weights, and the engine."""
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    found = {name: weight.clone() for name, weight in full_weights(model)}
     if how == "ours":
         assert not hasattr(trainer.detach(), "_orig_mod")  # the wrapper of torch.compile
-    kept = ("loss", "grad_norm", "eval_loss", "entropy", "mean_token_accuracy", "num_tokens", "num_input_tokens_seen")
     return {
-        "logs": [{k: v for k, v in line.items() if k in (*kept, "step")} for line in logs if "train_loss" not in line],
-        "weights": found, "notes": getattr(getattr(trainer, "handle", None), "notes", []),
+        "logs": [line for line in trainer.state.log_history if "train_loss" not in line], "weights": found,
         "engine": str(trainer.accelerator.distributed_type).rpartition(".")[2],
     }  # fmt: skip
 
 
-def _override(loss_of):
-    """A `compute_loss` that takes the loss of `loss_of(outputs)`."""
+def _override(loss_of, items=False):
+    """A `compute_loss` that takes the loss of `loss_of(outputs)`; `items`: the model is told their number."""
 
     def compute_loss(trainer, model, inputs, return_outputs=False, num_items_in_batch=None):
-        outputs = model(**inputs)
+        outputs = model(**inputs, **({"num_items_in_batch": num_items_in_batch} if items else {}))
         return (loss_of(outputs), outputs) if return_outputs else loss_of(outputs)
 
     return compute_loss
-
-
-def _items(trainer, model, inputs, return_outputs=False, num_items_in_batch=None):
-    outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
-    loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
-    return (loss, outputs) if return_outputs else loss
 
 
 def _super(trainer, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -206,7 +183,8 @@ def trainer_class(how, loss=None):
 
 
 OVERRIDES = {
-    "out.loss": _override(lambda out: out.loss), "num_items_in_batch": _items, "super": _super,
+    "out.loss": _override(lambda out: out.loss),
+    "num_items_in_batch": _override(lambda out: out["loss"], items=True), "super": _super,
     # one of its own, with another gradient for each value
     "outputs[0]": _override(lambda out: out[0] ** 2 / 2 + out[0]),
 }  # fmt: skip
@@ -256,11 +234,6 @@ def errors(got, want, after=0):
         for name in (n for n in line if not n.endswith(NOT_COMPARED)):
             least = 1.0 if "rewards/" in name or "logits/" in name else 1e-9
             found[name] = max(found.get(name, 0.0), abs(mine[at][name] - line[name]) / max(abs(line[name]), least))
-    return {**found, "weights": weights_error(got, want)}
-
-
-def weights_error(got, want):
-    """The relative error of all weights together."""
     assert got["weights"].keys() == want["weights"].keys()
     mine, theirs = (torch.cat([run["weights"][n].double().flatten() for n in want["weights"]]) for run in (got, want))
-    return float((mine - theirs).norm() / theirs.norm())
+    return {**found, "weights": float((mine - theirs).norm() / theirs.norm())}

@@ -8,7 +8,7 @@ import torch
 from cases import VOCAB, make_model
 from datasets import Dataset, load_from_disk
 from tokenizers import Tokenizer, models, pre_tokenizers
-from trainers import OPTIONS, SETTINGS, accelerate_here, check_runs, engine_settings, made_of, weights
+from trainers import SETTINGS, accelerate_here, check_runs, engine_settings, made_of, outcome, spread
 from transformers import MixtralConfig, PreTrainedTokenizerFast
 
 import alstlib
@@ -86,12 +86,10 @@ def train(
     with accelerate_here(engine), tempfile.TemporaryDirectory() as scratch:
         dtype = torch.float64 if engine == "ddp" else torch.float32
         model, base = model_of(kind).to(dtype), getattr(trl, f"{trainer}Trainer")
-        own = {"ref_model": make_model(seed=1).to(dtype)} if reference else {}
-        cls = base
+        own, cls = {"ref_model": make_model(seed=1).to(dtype)} if reference else {}, base
         if how == "ours":
             mixin = alstlib.TrainerMixin if trainer == "SFT" else alstlib.DPOTrainerMixin
-            cls = type("SPTrainer", (mixin, base), {})
-            own |= {"sp": world if sp is None else sp, "alst": alstlib.Options(**{**OPTIONS, **(options or {})})}
+            cls, own = type("SPTrainer", (mixin, base), {}), own | spread(world, sp, options)
         if lora:
             from peft import LoraConfig
 
@@ -105,10 +103,7 @@ def train(
             eval_dataset=given(what, 7, folder) if evaluate else None, **own,
         )  # fmt: skip
         made.train(resume_from_checkpoint=resume)
-        found = weights(made.accelerator.unwrap_model(made.model))
-        if how == "ours":
-            made.detach()
-        return {"logs": [line for line in made.state.log_history if "train_loss" not in line], "weights": found}
+        return outcome(made, how)
 
 
 def run(rank, world, how, trainer, engine, settings):

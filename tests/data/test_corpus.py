@@ -3,11 +3,13 @@
 import json
 import multiprocessing
 import pickle
+from unittest import mock
 
 import datasets
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 
 from alstlib.data.corpus import EOS, get_tokenizer, load_corpus
 from alstlib.data.formats import canonical_columns
@@ -62,7 +64,7 @@ def tokenizer(caches):
 def texts(*lengths):
     """Tokenized documents of these lengths; the first counts from 100, the second from 200, ..."""
     ids = [list(range(100 * i, 100 * i + n)) for i, n in enumerate(lengths, 1)]
-    return datasets.Dataset.from_dict({"input_ids": ids})
+    return Dataset.from_dict({"input_ids": ids})
 
 
 def with_template(tokenizer, template):
@@ -102,27 +104,21 @@ def test_local_text(tmp_path, caplog):
 
 
 def test_local_jsonl_and_parquet(tmp_path):
-    rows = [{"id": 1, "body": "one"}, {"id": 2, "body": "two"}]
-    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "y.json").write_text(json.dumps(rows))
-    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "z.parquet"))
-    folder = tmp_path / "data [1]*"
-    folder.mkdir()
-    (folder / "x[2].jsonl").write_text('{"text": "in brackets"}')
-    for name, how, texts_of_rows in (
-        ("x.jsonl", {}, ["one", "two"]),
-        ("y.json", {}, ["one", "two"]),
-        ("z.parquet", {}, ["one", "two"]),
-        ("x.jsonl", {"split": "train[:1]"}, ["one"]),
-        ("z.parquet", {"streaming": True}, ["one", "two"]),
-        (folder.name, {}, ["in brackets"]),
-    ):
+    rows = Dataset.from_list([{"id": 1, "body": "one"}, {"id": 2, "body": "two"}])
+    (folder := tmp_path / "data [1]*").mkdir()
+    rows.to_json(folder / "x[2].jsonl")
+    rows.to_json(tmp_path / "y.json", lines=False)
+    rows.to_parquet(tmp_path / "z.parquet")
+    for name, how, count in (
+        (folder.name, {}, 2), ("y.json", {}, 2), ("z.parquet", {}, 2), (folder.name, {"split": "train[:1]"}, 1),
+        ("z.parquet", {"streaming": True}, 2),
+    ):  # fmt: skip
         found = list(load_corpus(str(tmp_path / name), **how))
-        assert found == [{"text": text} for text in texts_of_rows]
+        assert found == [{"text": "one"}, {"text": "two"}][:count]
 
 
 def test_columns():
-    many = datasets.Dataset.from_dict({"title": ["t"], "body": ["b"], "n": [1]})
+    many = Dataset.from_dict({"title": ["t"], "body": ["b"], "n": [1]})
     with pytest.raises(ValueError, match=r"\['title', 'body', 'n'\].*text_column"):
         canonical_columns(many)
     assert canonical_columns(many, "body")["text"] == ["b"]
@@ -134,7 +130,7 @@ def test_columns():
         ({"input_ids": [[1]], "labels": [[1]], "text": ["x"]}, ["input_ids", "labels"]),
         ({"input_ids": [[1], None], "text": [None, "x"]}, ["input_ids", "text"]),
     ):
-        mixed = datasets.Dataset.from_dict(columns)
+        mixed = Dataset.from_dict(columns)
         assert canonical_columns(mixed).column_names == kept
     with pytest.raises(ValueError, match="has its own tokenizer: name it"):
         get_tokenizer("auto", corpus=mixed)
@@ -143,65 +139,49 @@ def test_columns():
 
 
 def test_bad_corpora(tmp_path):
-    (tmp_path / "train.jsonl").write_text("{broken")
-    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
-    (tmp_path / "none.txt").write_text("")
-    (tmp_path / "no.parquet").write_text("not parquet")
-    (tmp_path / "empty.jsonl").write_text("")
-    (tmp_path / "latin.jsonl").write_bytes('{"text": "caf\u00e9"}\n'.encode("latin-1"))
-    (tmp_path / "nulls.jsonl").write_text('{"text": null}\n{"text": null}\n')
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "gone.jsonl").symlink_to("nowhere.jsonl")
-    (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
-    (tmp_path / "data.pkl").write_bytes(pickle.dumps([1]))
-    for name, message in {
-        "trian.jsonl": r"does not exist; did you mean '.*train\.jsonl'",
-        "nowhere/x.txt": "its folder .* does not exist either",
-        "train.jsonl": r"train\.jsonl', line 1, is not JSON: ",
-        "gone.jsonl": r"gone\.jsonl' does not exist; it is a symbolic link to nowhere\.jsonl, which does not exist",
-        "loop.jsonl": r"loop\.jsonl' does not exist; it is a symbolic link to loop\.jsonl, which .* leads back to",
-        "binary.txt": "not UTF-8 text",
-        "none.txt": "holds no text",
-        "no.parquet": "cannot be read",
-        "empty.jsonl": r"empty\.jsonl' is empty: it must have a document in each line",
-        "latin.jsonl": r"latin\.jsonl' is not UTF-8 text \(.*\); convert it, for example with: iconv",
-        "nulls.jsonl": r"among \['text'\] \(text: no row has a value\): name the columns",
-        "folder": r"no file that can be read; known endings: \.txt",
-        "data.pkl": "no file that can be read",
-    }.items():
+    def refused(name, message, **how):
         with pytest.raises(ValueError, match=message):
-            load_corpus(str(tmp_path / name))
-    with pytest.raises(ValueError, match="names a file format"):
-        load_corpus("pandas")
-    with pytest.raises(ValueError, match=r"data='someone/nothing' .* no local path"):
-        load_corpus("someone/nothing")
-    with pytest.raises(ValueError, match="split='test'"):
-        load_corpus("stdlib", split="test")
+            load_corpus(name, **how)
+
+    for name, content, message in (
+        ("train.jsonl", b"{broken", r"train\.jsonl', line 1, is not JSON: "),
+        ("binary.txt", b"\xff\xfe\x00", "not UTF-8 text"),
+        ("none.txt", b"", "holds no text"),
+        ("no.parquet", b"not parquet", "cannot be read"),
+        ("empty.jsonl", b"", r"empty\.jsonl' is empty: it must have a document in each line"),
+        ("latin.jsonl", b'{"text": "caf\xe9"}', r"latin\.jsonl' is not UTF-8 text \(.*\); convert it, for .*: iconv"),
+        ("nulls.jsonl", b'{"text": null}', r"among \['text'\] \(text: no row has a value\): name the columns"),
+        ("data.pkl", b"", r"no file that can be read; known endings: \.txt"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        refused(str(tmp_path / name), message)
+    for name, target, message in (
+        ("gone.jsonl", "nowhere.jsonl", r"it is a symbolic link to nowhere\.jsonl, which does not exist"),
+        ("loop.jsonl", "loop.jsonl", r"it is a symbolic link to loop\.jsonl, which .* leads back to"),
+    ):
+        (tmp_path / name).symlink_to(target)
+        refused(str(tmp_path / name), f"{name}' does not exist; {message}")
+    refused(f"{tmp_path}/trian.jsonl", r"does not exist; did you mean '.*train\.jsonl'")
+    refused(f"{tmp_path}/nowhere/x.txt", "its folder .* does not exist either")
+    refused("pandas", "names a file format")
+    refused("someone/nothing", r"data='someone/nothing' .* no local path")
+    refused("stdlib", "split='test'", split="test")
 
 
 def test_code_that_comes_with_data_is_not_run(tmp_path):
-    ran = tmp_path / "ran"
-    folder = tmp_path / "evil"
-    folder.mkdir()
-    (folder / "evil.py").write_text(f"open({str(ran)!r}, 'w').write('x')\n")
-    corpus = load_corpus(str(folder), trust=True)
-    assert "open(" in corpus["text"][0]  # it is text, and only that
-    assert not ran.exists()
+    (tmp_path / f"{tmp_path.name}.py").write_text(f"open('{tmp_path}/ran', 'w')")
+    assert "open(" in load_corpus(str(tmp_path), trust=True)["text"][0]  # it is text, and only that
+    assert not (tmp_path / "ran").exists()
 
 
-def test_hub_names_are_passed_on(monkeypatch):
-    seen = []
-
-    def load_dataset(*args, **kw):
-        seen.append((args, kw))
-        return datasets.Dataset.from_dict({"text": ["x"]})
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    load_corpus("someone/corpus:small", split="validation[:10]")
-    load_corpus("corpus", streaming=True)
-    assert [args for args, _ in seen] == [("someone/corpus", "small"), ("corpus",)]
-    assert seen[0][1] == {"split": "validation[:10]", "streaming": False}
-    assert seen[1][1]["streaming"]
+def test_hub_names_are_passed_on():
+    with mock.patch.object(datasets, "load_dataset", return_value=Dataset.from_dict({"text": ["x"]})) as load:
+        load_corpus("someone/corpus:small", split="validation[:10]")
+        load_corpus("corpus", streaming=True)
+    assert load.mock_calls == [
+        mock.call("someone/corpus", "small", split="validation[:10]", streaming=False),
+        mock.call("corpus", split="train", streaming=True),
+    ]
 
 
 # ---- tokenizers
@@ -236,7 +216,7 @@ def test_ranks_train_at_the_same_time(tmp_path):
 
 
 def test_damaged_and_unwritable_caches(tmp_path, caplog):
-    small = datasets.Dataset.from_dict({"text": ["a few words of text"]})
+    small = Dataset.from_dict({"text": ["a few words of text"]})
     get_tokenizer("auto", corpus=small, vocab_size=300, cache_dir=tmp_path)
     (kept,) = tmp_path.iterdir()
     whole = kept.read_text()
@@ -273,9 +253,7 @@ def test_samples_of_the_stdlib(stdlib, tokenizer, seq_len, packed):
     assert len(samples) == 3
     for sample in (samples[2], samples[0], samples[-2]):
         assert sample["input_ids"].shape == sample["labels"].shape == (seq_len,)
-        assert sample["input_ids"].dtype == torch.int64
-        if packed:
-            assert sum(sample["document_lengths"]) == seq_len
+        assert not packed or sum(sample["document_lengths"]) == seq_len
     assert samples.passes == 1
     assert samples.tokens < 10 * seq_len + 500_000  # only what was needed
 
@@ -324,7 +302,7 @@ def test_too_few_tokens(tokenizer, caplog):
     with pytest.raises(ValueError, match="the corpus has 12 tokens, but one sample needs seq_len=50"):
         make_samples(texts(5, 7), tokenizer, 50, repeat=False)
     with pytest.raises(ValueError, match="it is empty"):
-        make_samples(datasets.Dataset.from_dict({"text": [""]}), tokenizer, 8)
+        make_samples(Dataset.from_dict({"text": [""]}), tokenizer, 8)
     with pytest.raises(ValueError, match="seq_len=0"):
         make_samples(texts(5), tokenizer, 0)
     for packed in (False, True):
@@ -346,10 +324,10 @@ def test_streamed_corpus(tokenizer):
 
 
 def test_pretokenized_labels(tokenizer):
-    corpus = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3, 4]], "labels": [[-100, -100, 3, 4]]})
+    corpus = Dataset.from_dict({"input_ids": [[1, 2, 3, 4]], "labels": [[-100, -100, 3, 4]]})
     (sample,) = make_samples(corpus, tokenizer, 4)
     assert sample["labels"].tolist() == [-100, -100, 3, 4]
-    wrong = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3, 4]], "labels": [[3, 4]]})
+    wrong = Dataset.from_dict({"input_ids": [[1, 2, 3, 4]], "labels": [[3, 4]]})
     with pytest.raises(ValueError, match="2 values for 4"):
         make_samples(wrong, tokenizer, 4)
 
@@ -357,43 +335,44 @@ def test_pretokenized_labels(tokenizer):
 # ---- chats
 
 
-def chat_sample(tokenizer, template, chat=CHAT):
-    tokenizer = with_template(tokenizer, template)
-    length = len(tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"])
-    (sample,) = make_samples(datasets.Dataset.from_dict({"messages": [chat]}), tokenizer, length, repeat=False)
-    return tokenizer, sample
+def first_document(row, tokenizer, template=None):
+    """Text and labelled text of the only row's document."""
+    rows, tokenizer = Dataset.from_list([row]), with_template(tokenizer, template)
+    document = tokenize_row(canonical_columns(rows)[0], tokenizer)
+    assert make_samples(rows, tokenizer, len(document.ids), repeat=False).notes() == []
+    return tokenizer.decode(document.ids), tokenizer.decode(document.ids[document.labels != -100])
+
+
+SAID = "It is four.<|im_end|>\n"
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
 def test_only_the_assistant_is_labelled(tokenizer, template):
-    tokenizer, sample = chat_sample(tokenizer, template)
-    assert tokenizer.decode(sample["input_ids"]) == tokenizer.apply_chat_template(CHAT, tokenize=False)
-    said = sample["labels"] != -100
-    assert torch.equal(sample["labels"][said], sample["input_ids"][said])
-    assert tokenizer.decode(sample["labels"][said]) == "It is four.<|im_end|>\nThat makes six.<|im_end|>\n"
+    whole, said = first_document({"messages": CHAT}, tokenizer, template)
+    assert whole == with_template(tokenizer, template).apply_chat_template(CHAT, tokenize=False)
+    assert said == f"{SAID}That makes six.<|im_end|>\n"
 
 
 def test_chats_and_texts_in_one_file(tokenizer, tmp_path):
     """Row by row: messages where there are some, text otherwise; a row with both is its messages."""
-    both = {"text": "rendered", "messages": CHAT[:2]}
-    rows = [{"text": "plain words"}, {"messages": CHAT[:2]}, both, {"text": "end"}]
-    (tmp_path / "mixed.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    rows = [{"text": "plain words"}, {"text": "rendered", "messages": CHAT[:2]}]
+    (tmp_path / "mixed.jsonl").write_text("\n".join(map(json.dumps, rows)))
     corpus = load_corpus(str(tmp_path / "mixed.jsonl"))
     tokenizer = with_template(tokenizer, MARKED)
-    chat = tokenizer.apply_chat_template(CHAT[:2], tokenize=False)
     found = [tokenize_row(row, tokenizer) for row in corpus]
-    assert [tokenizer.decode(one.ids) for one in found] == [f"plain words{EOS}", chat, chat, f"end{EOS}"]
     labelled = [tokenizer.decode(one.ids[one.labels != -100]) for one in found]
-    assert labelled == [f"plain words{EOS}", SAID, SAID, f"end{EOS}"]
+    assert labelled == [f"plain words{EOS}", SAID]
     trained = get_tokenizer("auto", corpus=corpus, vocab_size=300, cache_dir=tmp_path)
     assert len(trained("It is four.").input_ids) < 11  # its merges come from the chats too
 
 
 def test_templates_that_cannot_be_followed_are_refused(tokenizer):
-    with pytest.raises(ValueError, match=r"renders message 1 differently .* \{% generation %\}"):
-        chat_sample(tokenizer, FORGETS)
-    with pytest.raises(ValueError, match="no chat template"):
-        make_samples(datasets.Dataset.from_dict({"messages": [CHAT]}), tokenizer, 8)
+    for template, message in (
+        (FORGETS, r"renders message 1 differently .* \{% generation %\}"),
+        (None, "no chat temp"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            first_document({"messages": CHAT}, tokenizer, template)
 
 
 # ---- formats of the field
@@ -401,18 +380,6 @@ def test_templates_that_cannot_be_followed_are_refused(tokenizer):
 
 def sharegpt(*turns):
     return [{"from": speaker, "value": text} for speaker, text in turns]
-
-
-def first_document(rows, tokenizer, template=None):
-    """Text and labelled text of the only row's document."""
-    tokenizer = with_template(tokenizer, template)
-    (row,) = canonical_columns(datasets.Dataset.from_list([rows]))
-    document = tokenize_row(row, tokenizer)
-    assert make_samples(datasets.Dataset.from_list([rows]), tokenizer, len(document.ids), repeat=False).notes() == []
-    return tokenizer.decode(document.ids), tokenizer.decode(document.ids[document.labels != -100])
-
-
-SAID = "It is four.<|im_end|>\n"
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
@@ -458,9 +425,8 @@ def test_instructions_without_a_chat_template_are_alpacas_text(tokenizer):
 
 
 def test_a_prompt_of_one_kind_with_a_completion_of_another(tokenizer):
-    corpus = datasets.Dataset.from_dict({"prompt": [CHAT[:1]], "completion": ["blue"]})
     with pytest.raises(ValueError, match="must both be texts, or both lists of messages"):
-        make_samples(corpus, tokenizer, 4)
+        first_document({"prompt": CHAT[:1], "completion": "blue"}, tokenizer)
 
 
 # ---- what a result says of its data
@@ -468,13 +434,13 @@ def test_a_prompt_of_one_kind_with_a_completion_of_another(tokenizer):
 
 @pytest.mark.parametrize("packed, limit", [(False, None), (True, 2), (False, 50)])
 def test_a_corpus_without_a_loss_is_refused(tokenizer, packed, limit):
-    tokenizer = chat_sample(tokenizer, CHATML)[0]
-    asked = datasets.Dataset.from_dict({"messages": [CHAT[:1]] * 6})
+    tokenizer = with_template(tokenizer, CHATML)
+    asked = Dataset.from_dict({"messages": [CHAT[:1]] * 6})
     with pytest.raises(
         ValueError, match=r"none of [\d,]+ tokens in \d rows has a loss: chats need a message of the assist"
     ):
         make_samples(asked, tokenizer, 20, packed=packed, limit=limit)
-    mixed = datasets.Dataset.from_dict({"messages": [CHAT[:1]] * 6 + [CHAT]})
+    mixed = Dataset.from_dict({"messages": [CHAT[:1]] * 6 + [CHAT]})
     samples = make_samples(mixed, tokenizer, 20, packed=packed)
     assert samples.notes()[0] == (
         "6 of 7 rows train nothing: read as messages, no message of the assistant (rows 1, 2, 3 and 3 more)"
@@ -483,7 +449,7 @@ def test_a_corpus_without_a_loss_is_refused(tokenizer, packed, limit):
 
 def test_notes_on_data(tokenizer, stdlib):
     assert make_samples(stdlib, tokenizer, 100, limit=2).notes() == []
-    rows = datasets.Dataset.from_dict({"text": ["one two three", None, "", "four five six"]})
+    rows = Dataset.from_dict({"text": ["one two three", None, "", "four five six"]})
     samples = make_samples(rows, tokenizer, 8, limit=3)
     samples[2]
     size = len(tokenizer("one two three").input_ids) + len(tokenizer("four five six").input_ids) + 2
@@ -507,12 +473,12 @@ def test_collate():
     short = {"input_ids": [1, 2, 3], "labels": [1, 2, -100], "document_lengths": [1, 2]}
     long = {"input_ids": torch.arange(5), "labels": torch.arange(5), "document_lengths": [5]}
     batch = collate([short, long])
-    assert batch["input_ids"].tolist() == [[1, 2, 3, 0, 0], [0, 1, 2, 3, 4]]
-    assert batch["labels"].tolist() == [[1, 2, -100, -100, -100], [0, 1, 2, 3, 4]]
-    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0, 0], [1] * 5]
-    assert batch["document_lengths"] == [[1, 2], [5]]
+    rows = [*range(5)]
+    assert {name: t.tolist() if isinstance(t, torch.Tensor) else t for name, t in batch.items()} == {
+        "input_ids": [[1, 2, 3, 0, 0], rows], "labels": [[1, 2, -100, -100, -100], rows],
+        "attention_mask": [[1, 1, 1, 0, 0], [1] * 5], "document_lengths": [[1, 2], [5]],
+    }  # fmt: skip
     assert shard_batch(batch, 2, 0)["cu_seqlens"].tolist() == [0, 1, 3, 6, 11, 12]
-    plain = collate([{"input_ids": [1, 2], "labels": [1, 2]}] * 2)
-    assert set(plain) == {"input_ids", "labels"}
+    assert set(collate([{"input_ids": [1, 2], "labels": [1, 2]}] * 2)) == {"input_ids", "labels"}
     with pytest.raises(ValueError, match="1 of 2 samples of a batch have 'position_ids'"):
         collate([{**short, "position_ids": [0, 0, 1]}, long])

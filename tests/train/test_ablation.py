@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import re
+import shutil
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 from cases import READS_PROC, by_own_names, listening
 from safetensors.torch import load_file, save_file
+from test_state import steps_in
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from alstlib.config import RunConfig
 from alstlib.data.corpus import load_corpus
 from alstlib.data.samples import make_samples
+from alstlib.hf.models import flop_dimensions, flos, load_model
 from alstlib.measure.search import Trials
 from alstlib.planner.preflight import outlook, why_not
 from alstlib.runs import results
@@ -27,7 +30,6 @@ from alstlib.runs.launch import launch
 from alstlib.runs.processes import DEADLINE_VARIABLE, WARNED
 from alstlib.runs.progress import Progress, ProgressReader
 from alstlib.train.ablation import AblationRun
-from alstlib.train.files import states_in
 from alstlib.train.state import RunStates
 from alstlib.train.worker import work
 from alstlib.units import GIB
@@ -56,47 +58,40 @@ def run_config(**changes):
 # Launches of the real worker
 
 
+def how(result):
+    """How a run ended."""
+    return result["status"], (result["error"] or {}).get("type")
+
+
 class Look:
     """What the processes of a run listen on, each time that its launcher looks."""
 
-    def __init__(self):
-        self.seen: list[dict[int, set[str]]] = []
+    def __init__(self, out):
+        self.out, self.seen = out, list[dict[int, set[str]]]()
 
-    def watch(self, out):
-        self.out = out
-        return self
-
-    def tick(self):
+    def tick(self, *event):
         self.seen.append(listening(self.out))
 
-    def __call__(self, event):
-        self.tick()
+    __call__ = tick
 
 
 @pytest.fixture(scope="module")
-def look():
-    return Look()
-
-
-@pytest.fixture(scope="module")
-def first(look, tmp_path_factory):
+def first(tmp_path_factory):
     """Five steps of two micro-batches with a state after the third; the model is saved at the end."""
-    out = tmp_path_factory.mktemp("first")
-    run = run_config(
-        row="alst", steps=5, accumulation=2, checkpoint_every=3, save_to=str(out / "model"), warmup_steps=2
-    )
-    return out, launch(run, out, extra_env=OFFLINE, on_progress=look.watch(out) if READS_PROC else None)
+    look = Look(out := tmp_path_factory.mktemp("first"))
+    run = run_config(row="alst", steps=5, accumulation=2, checkpoint_every=3, save_to=f"{out}/model", warmup_steps=2)
+    return out, launch(run, out, extra_env=OFFLINE, on_progress=look if READS_PROC else None), look.seen
 
 
 @pytest.mark.skipif(not READS_PROC, reason="reads Linux's /proc")
-def test_a_run_listens_on_the_loopback_only(first, look):
+def test_a_run_listens_on_the_loopback_only(first):
     """torchrun's store, gloo's sockets and whatever DeepSpeed opens, while real ranks train."""
-    assert max(len(found) for found in look.seen) >= 3, "torchrun and both ranks"
-    assert {address for found in look.seen for addresses in found.values() for address in addresses} == {"127.0.0.1"}
+    assert max(map(len, first[2])) >= 3, "torchrun and both ranks"
+    assert {address for found in first[2] for addresses in found.values() for address in addresses} == {"127.0.0.1"}
 
 
 def test_a_run_writes_a_complete_result(first):
-    out, result = first
+    out, result, _ = first
     assert result == results.read_result(out / "result.json")
     assert (result["status"], result["mode"], result["row"], result["error"]) == ("ok", "real", "alst", None)
     assert [result["environment"][name] for name in ("device", "device_count")] == ["cpu", 2]
@@ -112,23 +107,18 @@ def test_a_run_writes_a_complete_result(first):
     assert m["tokens_per_second"] == pytest.approx(258 / median)
     for name in ("paper", "model"):
         assert m["flos"][name] / m["tflops"][name] / 2 / 1e12 == pytest.approx(median)
-    dense = 512 * 64 + 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160)
-    assert m["flos"]["paper"] == 8 * dense * 258 + 2 * 16 * 129**2 * 16 * 4 * 2
-
-
-def test_wire_bytes_are_those_of_the_formula(first):
-    """Each rank sends the other's half of q, k, v and of the output; twice forward (recompute), once backward."""
-    tokens, layers, head_dim, heads, kv = 65, 2, 16, 4, 2
-    exchange = tokens * head_dim * 4 * (heads + 2 * kv + heads) // 2
-    assert first[1]["metrics"]["wire_bytes"] == 2 * layers * 3 * exchange  # of two micro-batches
+    # each rank sends the other half of 65 tokens' q, k, v and output, twice forward (recompute) and once backward, in
+    # two layers of two micro-batches
+    assert m["wire_bytes"] == 65 * 16 * 4 * (4 + 2 * 2 + 4) // 2 * 3 * 2 * 2
+    assert m["flos"] == flos(129, 258, **flop_dimensions(load_model(run_config(), torch.float32)))
 
 
 def test_progress_tells_rows_steps_and_time(first):
     events = ProgressReader(first[0] / "progress.jsonl").read()
     assert [e["event"] for e in events[:2]] == ["start", "load"]
     steps = [e for e in events if e["event"] == "step"]
-    said = [(e["row"], e["step"], e["steps"], e["seq_len"], e["loss"]) for e in steps]
-    assert said == [("alst", i, 5, 129, loss) for i, loss in enumerate(first[1]["metrics"]["loss"], 1)]
+    said = [[e[name] for name in ("row", "step", "steps", "seq_len", "loss")] for e in steps]
+    assert said == [["alst", i, 5, 129, loss] for i, loss in enumerate(first[1]["metrics"]["loss"], 1)]
     assert all(e["tokens_per_second"] > 0 for e in steps)
     assert min(e["eta_seconds"] for e in steps) == steps[-1]["eta_seconds"] == 0
 
@@ -139,41 +129,31 @@ def own(first, tmp_path_factory):
     out = tmp_path_factory.mktemp("own")
     lines = [json.dumps({"text": f"def f_{i}(x):\n    return x + {i}\n" * 8}) for i in range(60)]
     (out / "data.jsonl").write_text("\n".join(lines + ['{"text": null}'] * 60))
-    run = run_config(
-        **{"model.name": str(first[0] / "model"), "data.name": str(out / "data.jsonl")}, steps=2, zero_stage=2
-    )
+    run = run_config(**{"model.name": str(first[0] / "model"), "data.name": f"{out}/data.jsonl"}, steps=2, zero_stage=2)
     return out, run
 
 
 @pytest.mark.slow
 def test_the_trained_model_is_trained_on(ranks2, own):
     out, run = own
-    (out / "run").mkdir()
-    result = ranks2(trained, str(out / "run"), run.replace(output={"save_to": str(out / "again")}))[0]
+    m = ranks2(trained, f"{out}/run", run)[0]["metrics"]
     model, tokenizer = (kind.from_pretrained(run.model.name) for kind in (AutoModelForCausalLM, AutoTokenizer))
     sample = make_samples(load_corpus(run.data.name), tokenizer, 129, seed=run.optim.seed, limit=2)[0]
     with torch.no_grad():
         want = float(model(input_ids=sample["input_ids"][None], labels=sample["labels"][None]).loss)
-    assert result["metrics"]["loss"][0] == pytest.approx(want, rel=1e-5)
-    assert any("rows train nothing: of no known format" in note for note in result["metrics"]["notes"])
-    assert AutoTokenizer.from_pretrained(out / "again").get_vocab() == tokenizer.get_vocab()
-    assert AutoModelForCausalLM.from_pretrained(out / "again").config.vocab_size == len(tokenizer) == 512
+    assert m["loss"][0] == pytest.approx(want, rel=1e-5)
+    assert any("rows train nothing: of no known format" in note for note in m["notes"])
 
 
 @pytest.mark.slow
 def test_a_nan_loss_is_an_error(ranks2, own, tmp_path):
-    run = own[1]
-    for file in Path(run.model.name).iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    weights = load_file(tmp_path / "model.safetensors")
+    model = shutil.copytree(own[1].model.name, tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
     weights["model.norm.weight"][:] = 3e38  # finite, and its products are not
-    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    (tmp_path / "run").mkdir()
-    status, said, result = ends(ranks2, tmp_path / "run", run.replace(model={"name": str(tmp_path)}))
-    assert status == "error"
-    assert "step 1 at 129 tokens: its loss is nan" in said
-    assert result["error"]["type"] == "FloatingPointError"
-    assert result["metrics"] == {}
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    result = ends(ranks2, tmp_path, own[1].replace(model={"name": str(model)}))
+    assert (how(result), result["metrics"]) == (("error", "FloatingPointError"), {})
+    assert "step 1 at 129 tokens: its loss is nan" in result["error"]["message"]
 
 
 @pytest.mark.slow
@@ -183,33 +163,20 @@ def test_the_search_ends_at_the_budget(tmp_path):
         search={"granule": 64}, device_memory=budget, seq_len=512, tiles={"mlp": 64, "loss": 64, "norm": True}
     )
     m = launch(run, tmp_path, extra_env=OFFLINE)["metrics"]
-    tried = {t["seq_len"]: t["device_peak_bytes"] for t in m["tried"]}
-    assert m["seq_len"] % 64 == 0
-    assert tried[m["seq_len"]] <= budget < tried[m["seq_len"] + 64]
+    tried, found = {t["seq_len"]: t["device_peak_bytes"] for t in m["tried"]}, m["seq_len"]
+    assert found % 64 == 0
+    assert tried[found] <= budget < tried[found + 64]
     assert max(m["device_peak_bytes"]) <= budget
-    assert max(m["device_peak_bytes"]) == pytest.approx(tried[m["seq_len"]], rel=0.02)
+    assert max(m["device_peak_bytes"]) == pytest.approx(tried[found], rel=0.02)
     assert len(m["loss"]) == 2
     assert len(tried) <= 8
-
-
-@pytest.mark.slow
-def test_a_length_beyond_the_budget_is_out_of_memory(tmp_path, monkeypatch):
-    run = run_config(seq_len=4096, device_memory="7.5MB")  # the model alone fits
-    result = launch(run, tmp_path, extra_env=OFFLINE, force=True)
-    assert result["status"] == "oom"
-    assert result["error"]["type"] == "DeviceOutOfMemory"
-    assert "go beyond the budget of 7,500,000 bytes" in result["error"]["message"]
-    monkeypatch.setattr("sys.executable", "/nowhere/python")
-    assert launch(run, tmp_path) == result  # it says all there is to know: not repeated
 
 
 @pytest.mark.usefixtures("nothing_starts")
 def test_a_run_that_cannot_fit_is_not_started(tmp_path):
     run = run_config(seq_len=40_000, device_memory="100MB", tiles={"mlp": True, "norm": True}, offload=False)
-    began = time.monotonic()
     result = launch(run, tmp_path)
-    assert time.monotonic() - began < 120  # no rank was started
-    assert (result["status"], result["error"]["type"]) == ("oom", "WouldNotFit")
+    assert how(result) == ("oom", "WouldNotFit")
     message = result["error"]["message"]
     for text in ("40,000 tokens would take", "MiB of device memory a rank", "predicted, largest parts: loss",
                  "it would fit with", ": options.tiles.loss=True", "force=True (--force)"):  # fmt: skip
@@ -225,7 +192,7 @@ def test_a_cpus_memory_holds_devices_and_processes(tmp_path, monkeypatch):
     said = r"(?s)does not fit: .*short on the host for each rank.* of 11.50 GiB; with what is on the device"
     assert re.search(said, outlook(run, 0))
     result = launch(run, tmp_path)
-    assert (result["status"], result["error"]["type"]) == ("oom", "WouldNotFit")
+    assert how(result) == ("oom", "WouldNotFit")
     assert "a rank's share of the host's free memory is 11.50 GiB" in result["error"]["message"]
     short = run.replace(data={"seq_len": 64})
     for free[0], message in ((2 * GIB, "None"), (GIB // 2, "process 500.00 MiB")):
@@ -236,30 +203,28 @@ def test_a_cpus_memory_holds_devices_and_processes(tmp_path, monkeypatch):
 
 
 def outcome(rank, world, out, run):
+    """Type and message of the error with which a run ends on this rank."""
     os.environ["TORCHELASTIC_RUN_ID"] = f"{Path(out).name}-{run.digest()}"
     import huggingface_hub.constants
 
     huggingface_hub.constants.HF_HUB_OFFLINE = True
-    try:
+    with pytest.raises(BaseException) as ended:
         work(run, Path(out), AblationRun)
-        return "ok", ""
-    except BaseException as e:
-        return type(e).__name__, str(e)
+    return ended.typename, str(ended.value)
 
 
 def ends(pool, out, run):
-    """Status, message and result of a run that fails in the same way on every rank."""
+    """The result of a run that fails in the same way on every rank."""
     answers = pool(outcome, str(out), run)
     assert len({kind for kind, _ in answers}) == 1, answers
     result = results.read_result(out / "result.json")
     assert (result["error"]["type"], result["error"]["message"]) in answers
-    return result["status"], result["error"]["message"], result
+    return result
 
 
 @pytest.mark.parametrize(
     "changes, kind, message",
     [
-        ({"model.name": "tinny"}, "ValueError", "did you mean 'tiny'?"),
         ({"model.config": {"attention_dropout": 0.1}}, "ValueError", "config.attention_dropout=0.1 is not supported"),
         ({"data.name": "nowhere.jsonl"}, "ValueError", "data='nowhere.jsonl' does not exist"),
         (
@@ -271,24 +236,30 @@ def ends(pool, out, run):
         ({"search": True}, "ValueError", "search=True needs limits.device_memory"),
         ({"output.resume_from": "nowhere"}, "ValueError", "the training state in nowhere: there is no training state"),
         ({"options.host_memory": 10_000}, "HostOutOfMemory", "10,000"),
+        (
+            {"data.seq_len": 4096, "limits.device_memory": "7.5MB"},  # the model alone fits
+            "DeviceOutOfMemory",
+            "go beyond the budget of 7,500,000 bytes",
+        ),
     ],
     ids=str,
 )
 def test_bad_input_is_an_error_on_every_rank(ranks2, tmp_path, changes, kind, message):
     if isinstance(rows := changes.get("data.name"), list):
         (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-        changes = {"data.name": str(tmp_path / "rows.jsonl")}
-    status, said, result = ends(ranks2, tmp_path, run_config(**changes))
-    assert (status, result["error"]["type"]) == ("oom" if "Memory" in kind else "error", kind)
-    assert message in said
+        changes = {"data.name": f"{tmp_path}/rows.jsonl"}
+    result = ends(ranks2, tmp_path, run_config(**changes))
+    assert how(result) == ("oom" if "Memory" in kind else "error", kind)
+    assert message in result["error"]["message"]
 
 
 @pytest.mark.parametrize("search", [True, False])
 def test_any_rank_notes_the_length_of_a_search_at_which_memory_ran_out(tmp_path, search):
-    job = object.__new__(AblationRun)
-    job.run, job.progress, job.known = RunConfig(search=search), Progress(tmp_path / "p", 1), Trials([])
-    job.ledger, job.budget, job.loader = SimpleNamespace(start=lambda: None), 100, lambda *_: None
-    job.steps = mock.Mock(side_effect=RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"))
+    job, full = object.__new__(AblationRun), RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED")
+    vars(job).update(
+        run=RunConfig(search=search), progress=Progress(tmp_path / "p", 1), known=Trials([]), budget=100,
+        ledger=mock.Mock(), loader=mock.Mock(), steps=mock.Mock(side_effect=full),
+    )  # fmt: skip
     with pytest.raises(RuntimeError, match="ALLOC_FAILED"):
         job.peaks(1024)
     job.known = Trials(ProgressReader(tmp_path / "p").read())  # of the next process
@@ -301,9 +272,7 @@ def test_any_rank_notes_the_length_of_a_search_at_which_memory_ran_out(tmp_path,
 
 def trained(rank, world, out, run, dies_after=0, seconds=0):
     """A run, ended after some step without a result, or with so many seconds left after its first; what it left."""
-    work_out = Path(out)
-    os.environ["TORCHELASTIC_RUN_ID"] = f"{work_out.name}-{time.monotonic()}"
-    original = RunStates.after_step
+    place, original = Path(out), RunStates.after_step
 
     def after_step(self, loader, step, took, history):
         if seconds:
@@ -313,24 +282,17 @@ def trained(rank, world, out, run, dies_after=0, seconds=0):
             self.wait()  # as the interpreter does at its end
             raise KeyboardInterrupt
 
-    RunStates.after_step = after_step  # type: ignore[method-assign]
-    said = ""
-    try:
-        work(run, work_out, AblationRun)
-    except BaseException as e:
-        said = f"{type(e).__name__}: {e}"
-    finally:
-        RunStates.after_step = original  # type: ignore[method-assign]
-        os.environ.pop(DEADLINE_VARIABLE, None)
+    place.mkdir(exist_ok=True)
+    with (
+        mock.patch.object(RunStates, "after_step", after_step), mock.patch.dict(os.environ),
+        contextlib.suppress(BaseException),
+    ):  # fmt: skip
+        os.environ["TORCHELASTIC_RUN_ID"] = f"{place.name}-{time.monotonic()}"
+        work(run, place, AblationRun)
     torch.distributed.barrier()
-    result = results.read_result(work_out / "result.json")
+    result = results.read_result(place / "result.json")
     torch.distributed.barrier()
-    return {**result, "said": said}
-
-
-def steps_in(folder):
-    """The steps of a run's states, from the newest on."""
-    return [json.loads((place / "state.json").read_text())["step"] for place in states_in(folder)]
+    return result
 
 
 def resumable(**changes):
@@ -339,44 +301,43 @@ def resumable(**changes):
     )
 
 
+def go(pool, out, *how, **changes):
+    """The result of a run that may be continued."""
+    return pool(trained, str(out), resumable(**changes), *how)[0]
+
+
 @pytest.fixture(scope="module")
 def whole(ranks2, tmp_path_factory):
     """The losses of the run that is not interrupted."""
-    return ranks2(trained, str(tmp_path_factory.mktemp("whole")), resumable())[0]["metrics"]["loss"]
+    return go(ranks2, tmp_path_factory.mktemp("whole"))["metrics"]["loss"]
 
 
 @pytest.mark.slow
 def test_the_same_command_continues_by_itself(ranks2, tmp_path, whole):
-    assert ranks2(trained, str(tmp_path), resumable(), 2)[0]["status"] == "error"
+    assert go(ranks2, tmp_path, 2)["status"] == "error"
     assert steps_in(tmp_path) == [2, 1]
-    result = ranks2(trained, str(tmp_path), resumable())[0]
+    result = go(ranks2, tmp_path)
     assert result["status"] == "ok"
     assert f"continued after step 2 from {tmp_path / 'state' / 'step-00000002'}" in result["metrics"]["notes"]
     assert result["metrics"]["loss"] == pytest.approx(whole, rel=1e-6)
     assert steps_in(tmp_path) == [4, 3]
-    assert [p.name for p in tmp_path.glob("state*")] == ["state"]
 
-    again = ranks2(trained, str(tmp_path), resumable())[0]  # finished: repeated, and its states with it
-    assert again["metrics"]["loss"] == pytest.approx(whole, rel=1e-6)
-    assert not any("continued" in note for note in again["metrics"]["notes"])
+    again = go(ranks2, tmp_path)["metrics"]  # finished: repeated, and its states with it
+    assert again["loss"] == pytest.approx(whole, rel=1e-6)
+    assert not any("continued" in note for note in again["notes"])
     assert [p.name for p in tmp_path.glob("state*")] == ["state"]
-    more = ranks2(trained, str(tmp_path), resumable(steps=5, sp=1))[0]["metrics"]  # more steps are another matter
-    assert more["loss"][:4] == again["metrics"]["loss"]
-    assert len(more["loss"]) == 5
-    assert any("engine.sp=2 (here 1): the data go on after the samples" in note for note in more["notes"])
-    longer = ranks2(trained, str(tmp_path), resumable(steps=8))[0]["metrics"]  # with smaller steps: more samples
-    assert longer["loss"][:5] == more["loss"]
-    assert len(longer["loss"]) == 8
+    more = go(ranks2, tmp_path, steps=5, sp=1)["metrics"]  # more steps are another matter
+    assert (more["loss"][:4], len(more["loss"])) == (again["loss"], 5)
+    longer = go(ranks2, tmp_path, steps=8)["metrics"]["loss"]  # with smaller steps: more samples
+    assert (longer[:5], len(longer)) == (more["loss"], 8)
 
 
 def test_other_ranks_go_on_with_the_same_losses(pools, tmp_path, whole):
     """Two ranks share each sample under ZeRO-1, one has it alone under ZeRO-3, then two elsewhere under ZeRO-2."""
     first, then = tmp_path / "first", tmp_path / "then"
-    first.mkdir()
-    then.mkdir()
-    pools(2)(trained, str(first), resumable(zero_stage=1), 1)
-    pools(1)(trained, str(first), resumable(zero_stage=3, sp=1, world_size=1), 3)
-    metrics = pools(2)(trained, str(then), resumable(resume_from=str(first)))[0]["metrics"]
+    go(pools(2), first, 1, zero_stage=1)
+    go(pools(1), first, 3, zero_stage=3, sp=1, world_size=1)
+    metrics = go(pools(2), then, resume_from=str(first))["metrics"]
     assert metrics["loss"] == pytest.approx(whole, rel=1e-6)
     assert [len(set(metrics["loss"])), len(metrics["step_seconds"])] == [4, 1]
     notes = "\n".join(metrics["notes"])
@@ -387,11 +348,9 @@ def test_other_ranks_go_on_with_the_same_losses(pools, tmp_path, whole):
 
 
 def test_a_run_that_ended_after_its_last_step_has_no_step_to_do(ranks2, tmp_path, whole):
-    out = tmp_path / "run"
-    out.mkdir()
-    run = resumable(save_to=str(tmp_path / "model"))
-    ranks2(trained, str(out), run, 4)
-    result = ranks2(trained, str(out), run)[0]
+    save_to = f"{tmp_path}/model"
+    go(ranks2, tmp_path, 4, save_to=save_to)
+    result = go(ranks2, tmp_path, save_to=save_to)
     assert result["status"] == "ok"
     assert result["metrics"]["loss"] == pytest.approx(whole, rel=1e-6)
     assert any("no step was left to do" in note for note in result["metrics"]["notes"])
@@ -400,58 +359,51 @@ def test_a_run_that_ended_after_its_last_step_has_no_step_to_do(ranks2, tmp_path
 
 @pytest.mark.slow
 def test_a_state_of_another_configuration_is_kept(ranks2, tmp_path):
-    ranks2(trained, str(tmp_path), resumable(), 3)
-    other = ranks2(trained, str(tmp_path), resumable(learning_rate=1e-3), 2)[0]
-    assert other["status"] == "error"
+    go(ranks2, tmp_path, 3)
+    assert go(ranks2, tmp_path, 2, learning_rate=1e-3)["status"] == "error"
     assert steps_in(tmp_path / "state.kept1") == [3, 2]
-    result = ranks2(trained, str(tmp_path), resumable(learning_rate=1e-3, resume="never", steps=2))[0]
-    assert len(result["metrics"]["loss"]) == 2
-    assert f"what was in {tmp_path / 'state'} is now in {tmp_path / 'state.kept2'}" in result["metrics"]["notes"]
+    m = go(ranks2, tmp_path, learning_rate=1e-3, resume="never", steps=2)["metrics"]
+    assert len(m["loss"]) == 2
+    assert f"what was in {tmp_path / 'state'} is now in {tmp_path / 'state.kept2'}" in m["notes"]
     assert steps_in(tmp_path / "state.kept2") == [2, 1]
-    result = ranks2(trained, str(tmp_path), resumable(learning_rate=1e-4, steps=1, checkpoint_every=0))[0]
-    (note,) = [n for n in result["metrics"]["notes"] if "not continued" in n]
+    notes = go(ranks2, tmp_path, learning_rate=1e-4, steps=1, checkpoint_every=0)["metrics"]["notes"]
+    (note,) = [n for n in notes if "not continued" in n]
     assert "belongs to another configuration: optim.learning_rate=0.001 (here 0.0001)" in note
     assert steps_in(tmp_path) == [2, 1]  # nothing was saved: it stays
 
 
 def test_a_run_whose_time_is_up_saves_its_state_first(ranks2, tmp_path, whole):
     """By its own clock; then it is told to end; then it goes on to its end."""
-    run = resumable(checkpoint_every=3)
-    result = ranks2(trained, str(tmp_path), run, 0, 1.0)[0]
-    assert (result["status"], result["error"]["type"]) == ("timeout", "Timeout")
-    assert "leaves no time for a step after step 1 of 4; the training state is saved" in result["error"]["message"]
+
+    def ends_early(seconds, *ending):
+        result = go(ranks2, tmp_path, 0, seconds, checkpoint_every=3)
+        assert how(result) == ending
+        return result["error"]["message"]
+
+    said = ends_early(1.0, "timeout", "Timeout")
+    assert "leaves no time for a step after step 1 of 4; the training state is saved" in said
     assert steps_in(tmp_path) == [1]
     (tmp_path / WARNED).touch()
-    result = ranks2(trained, str(tmp_path), run, 0, 1e6)[0]
-    assert (result["status"], result["error"]["type"]) == ("cancelled", "Warned")
-    assert "the run was told to end after step 2 of 4; the training state is saved" in result["error"]["message"]
+    said = ends_early(1e6, "cancelled", "Warned")
+    assert "the run was told to end after step 2 of 4; the training state is saved" in said
     (tmp_path / WARNED).unlink()
-    result = ranks2(trained, str(tmp_path), run, 0, 1e6)[0]
-    assert result["metrics"]["loss"] == pytest.approx(whole, rel=1e-6)
+    losses = go(ranks2, tmp_path, 0, 1e6, checkpoint_every=3)["metrics"]["loss"]
+    assert losses == pytest.approx(whole, rel=1e-6)
 
 
 def test_a_folder_for_the_model_is_tried_before_the_first_step(ranks2, tmp_path):
     (tmp_path / "file").touch()
-    status, said, result = ends(ranks2, tmp_path, run_config(save_to=str(tmp_path / "file" / "model")))
-    assert (status, result["error"]["type"]) == ("error", "OSError")
-    assert f"save_to='{tmp_path}/file/model' cannot be written to" in said
-    assert result["metrics"] == {}
+    result = ends(ranks2, tmp_path, run_config(save_to=f"{tmp_path}/file/model"))
+    assert (how(result), result["metrics"]) == (("error", "OSError"), {})
+    assert f"save_to='{tmp_path}/file/model' cannot be written to" in result["error"]["message"]
 
 
 def save_fails(rank, world, out, run):
-    from alstlib.train import ablation
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    original, ablation.save_model = ablation.save_model, full
-    try:
+    with mock.patch("alstlib.train.ablation.save_model", side_effect=OSError(28, "No space left on device")):
         return trained(rank, world, out, run)
-    finally:
-        ablation.save_model = original
 
 
 def test_a_model_that_cannot_be_saved_leaves_the_metrics(ranks2, tmp_path):
-    result = ranks2(save_fails, str(tmp_path), run_config(save_to=str(tmp_path / "model"), zero_stage=2))[0]
+    result = ranks2(save_fails, str(tmp_path), run_config(save_to=f"{tmp_path}/model", zero_stage=2))[0]
     assert (result["status"], result["error"]["message"]) == ("error", "[Errno 28] No space left on device")
     assert len(result["metrics"]["loss"]) == 2

@@ -47,7 +47,7 @@ def test_engines_and_a_resume_in_the_middle_of_an_epoch(ranks2, tmp_path, case):
     assert [1 < line["epoch"] < 2 for line in want["logs"] if line["step"] == 7] == [True]
     saving = {**settings, **folder, "save_strategy": "steps", "save_steps": 7}
     check_runs(ranks2(run, "ours", "SFT", engine, saving), want)
-    resumed = ranks2(run, "ours", "SFT", engine, {**settings, **folder, "resume": str(tmp_path / "checkpoint-7")})
+    resumed = ranks2(run, "ours", "SFT", engine, {**settings, **folder, "resume": f"{tmp_path}/checkpoint-7"})
     check_runs(resumed, want, 7, ("num_tokens", "eval_num_tokens"))  # TRL counts them from the resume on
 
 
