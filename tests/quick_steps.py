@@ -3,14 +3,24 @@
 What a real step takes is tested in tests/measure and against real ranks; here it only has to grow with what it grows
 with."""
 
+import argparse
+import shlex
+
 import pytest
 
 from alstlib.config import RunConfig
-from alstlib.planner import fits
+from alstlib.planner import command, fits
 from alstlib.planner.model_shapes import read_shape
 from alstlib.sizing import kv_needed
 
 TILE = {"loss": 1024, "mlp": 16_384}
+
+
+def asked(options):
+    """What a command line of `alst plan` asks."""
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return command.read(parser.parse_args(shlex.split(options)))
 
 
 def step(question, rows):

@@ -32,8 +32,8 @@ def table():
     ]
     for name in MODELS:
         found = [run["models"][name] for run in runs]
-        errors = [max(one["sp"][sp]["gradient"] for one in found) for sp in ("1", "2", "3")]
-        errors.append(max(one["sp"][sp]["loss"] for one in found for sp in ("1", "2", "3")))
+        errors = [max(one["sp"][sp]["gradient"] for one in found) for sp in "123"]
+        errors.append(max(one["sp"][sp]["loss"] for one in found for sp in "123"))
         notes = sorted({n for one in found for n in one["notes"]})
         cells = [name, WHAT[name], *(f"{error:.1e}" for error in errors), "; ".join(notes) or "-"]
         lines.append(f"| {' | '.join(cells)} |")

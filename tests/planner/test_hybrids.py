@@ -1,18 +1,17 @@
 """What the planner knows of hybrids, compared with transformers' own models of the same configs, without weights."""
 
-import argparse
 from dataclasses import replace
 
 import pytest
 import torch
-from quick_steps import quick  # noqa: F401
+from quick_steps import asked, quick  # noqa: F401
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import alstlib
 from alstlib.config import RunConfig
 from alstlib.measure.simulate import fake_ranks, shard_of
-from alstlib.planner.command import add_arguments, as_json, read
+from alstlib.planner.command import as_json
 from alstlib.planner.gpus import rates_of
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import read_shape
@@ -27,10 +26,8 @@ def test_qwen3_next():
     """80B parameters, of which 3B and the embedding work on a token; one layer in four attends."""
     shape = read_shape("Qwen/Qwen3-Next-80B-A3B-Instruct")
     states = shape.recurrence
-    assert states is not None
     assert shape.parameters == 79_674_391_296
     assert (shape.attending, states.layers, shape.layers) == (12, 36, 48)
-    assert states.layer is not None
     assert states.layer.pair_bytes() == 4 * 32 * (128 * 128 + 128 * 128)
     assert states.tail == 3 * (2 * 2048 + 4096)
     assert sum(linear_flops(shape, 1).values()) == 2 * shape.dense_parameters
@@ -40,27 +37,24 @@ def test_what_layers_with_a_state_send_and_compute():
     """Passed states do not grow with the sequence, and each chunk sends them; heads grow with it, and compute nothing
     twice. A recompute and a backward are a forward and two."""
     shape, machine = read_shape("Qwen/Qwen3-Next-80B-A3B"), Machine(gpus=8)
-    states, run = shape.recurrence, OURS.replace(options={"linear_attention": "pass"})
-    assert states is not None
-    assert states.layer is not None
+    states = shape.recurrence
 
-    def at(run, tokens, ranks=8):
+    def at(tokens, ranks=8, **options):
+        run = OURS.replace(options={"linear_attention": "pass", **options})
         return states_seconds(states, run, machine, ranks, tokens, 2.0)
 
-    wire, work = at(run, 80_000)
+    wire, work = at(80_000)
     each = states.layer.pair_bytes() + 2 * states.tail
     assert wire == pytest.approx(36 * 2 * 7 * each / machine.rates.link)
-    assert at(run, 800_000) == (wire, pytest.approx(10 * work))
-    assert at(run.replace(options={"chunk": 10_000}), 80_000) == (wire, work)  # a chunk that holds the slice
-    short = at(run.replace(options={"chunk": 1000}), 80_000)[0]
-    assert short == pytest.approx(10 * 2 * wire)  # of three passes and a backward
-    heads, once = at(run.replace(options={"linear_attention": "heads"}), 80_000)
+    assert at(800_000) == (wire, pytest.approx(10 * work))
+    assert at(80_000, chunk=10_000) == (wire, work)  # a chunk that holds the slice
+    assert at(80_000, chunk=1000)[0] == pytest.approx(10 * 2 * wire)  # of three passes and a backward
+    heads, once = at(80_000, linear_attention="heads")
     assert heads > wire
     assert once < work
-    assert at(run.replace(options={"linear_attention": "heads"}), 800_000)[0] > 9 * heads
-    wire, alone = at(run, 80_000, 1)
-    assert wire == 0
-    assert alone == pytest.approx(8 * once)
+    assert at(800_000, linear_attention="heads")[0] > 9 * heads
+    nothing, alone = at(80_000, 1)
+    assert (nothing, alone) == (0, pytest.approx(8 * once))
     flops = 36 * 80_000 * 4 * 32 * states.layer.forward_flops()
     assert alone == pytest.approx(flops / (RECURRENCE * machine.rates.matmul))
 
@@ -69,10 +63,9 @@ OURS = RunConfig(model={"name": "Qwen/Qwen3-Next-80B-A3B", "dtype": "bf16"}, opt
 
 
 def test_a_plan_says_whose_kernels_it_is_of():
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    named = (parser.parse_args(["--model", name]) for name in (OURS.model.name, "Qwen/Qwen3-4B"))
-    hybrid, plain = (read(args).question(rates_of("H100"), 8) for args in named)
+    hybrid, plain = (
+        asked(f"--model {name}").question(rates_of("H100"), 8) for name in (OURS.model.name, "Qwen/Qwen3-4B")
+    )
     assert plain.notes(10_000) == []
     found = hybrid.at(100_000)
     assert hybrid.notes(100_000) == as_json(hybrid, found, found)["notes"] == [NOTE]
@@ -90,26 +83,22 @@ def test_longer_sequences_fit_a_hybrid_than_a_decoder_of_its_parameters_that_att
     assert one["exchange"] < other["exchange"]
 
 
+TWO = {"num_hidden_layers": 2}
+KINDS = {**TWO, "layer_types": ["linear_attention", "full_attention"]}
 LAYERS = {
-    "qwen3_next": {}, "qwen3_5_text": {}, "bamba": {"attn_layer_indices": [1]}, "granitemoehybrid": {},
-    "falcon_h1": {"mamba_d_ssm": 8192, "mamba_d_head": 64}, "nemotron_h": {"hybrid_override_pattern": "M*"},
+    "qwen3_next": KINDS, "qwen3_5_text": KINDS, "granitemoehybrid": KINDS, "bamba": {**TWO, "attn_layer_indices": [1]},
+    "falcon_h1": {**TWO, "mamba_d_ssm": 8192, "mamba_d_head": 64}, "nemotron_h": {"hybrid_override_pattern": "M*"},
 }  # fmt: skip
 """Families with a recurrence, and fields of their configs."""
 
 
-@pytest.mark.parametrize("family", list(LAYERS))
+@pytest.mark.parametrize("family", LAYERS)
 def test_the_planner_knows_the_recurrence_that_the_model_has(family, tmp_path):
     """So both choose the same way over ranks."""
-    fields = {"num_hidden_layers": 2, "vocab_size": 512, "pad_token_id": 0, **LAYERS[family]}
-    if family in ("qwen3_next", "qwen3_5_text", "granitemoehybrid"):
-        fields["layer_types"] = ["linear_attention", "full_attention"]
-    fields = {n: v for n, v in fields.items() if family != "nemotron_h" or n != "num_hidden_layers"}
-    config = AutoConfig.for_model(family, **fields)
+    config = AutoConfig.for_model(family, vocab_size=512, pad_token_id=0, **LAYERS[family])
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
     config.save_pretrained(tmp_path)
     with fake_ranks(2) as ctx, alstlib.apply(model, ctx) as handle, FakeTensorMode(allow_non_fake_inputs=True):
         alstlib.causal_lm_loss(model.to_empty(device="cpu"), shard_of(ctx, 64))
-    found = read_shape(str(tmp_path)).recurrence
-    assert found is not None
-    assert set(handle.recurrences) == {found.layer}
+    assert set(handle.recurrences) == {read_shape(str(tmp_path)).recurrence.layer}

@@ -51,77 +51,61 @@ def total(spans, lane):
 @pytest.mark.parametrize("ranks", [1, 8, 32])
 @pytest.mark.parametrize("name", RUNS)
 def test_all_layers_together_are_the_step(name, ranks):
+    """And computing and the exchange take turns."""
     run = RUNS[name]
     spans, step, found = both(run, ranks, 512_000)
-    times = SHAPE.layers * run.optim.accumulation
-    head = (
-        3 * linear_flops(SHAPE, 512_000 * run.data.batch_size)["head"] / RATES.matmul / ranks * run.optim.accumulation
-    )
-    assert total(spans, COMPUTE) * times == pytest.approx(step["matrix products"] - head + step["attention"], rel=1e-9)
-    assert total(spans, EXCHANGE) * times == pytest.approx(step["exchange"], rel=1e-9)
+    batches = run.optim.accumulation
+    head = 3 * linear_flops(SHAPE, 512_000 * run.data.batch_size)["head"] / RATES.matmul / ranks * batches
+    for lane, seconds in (
+        (COMPUTE, step["matrix products"] - head + step["attention"]), (EXCHANGE, step["exchange"]),
+        (COPIES, found.copied / RATES.host * batches),
+    ):  # fmt: skip
+        assert total(spans, lane) * SHAPE.layers * batches == pytest.approx(seconds, rel=1e-9)
     made_again = 1 - -(-SHAPE.layers // found.inputs_kept_every) / SHAPE.layers
     assert (made_again > 0) == ("input in k" in name and ranks == 1)  # more ranks have more hosts
-    assert total(spans, COPIES) * SHAPE.layers == pytest.approx(found.copied / RATES.host, rel=1e-9)
     if not found.hidden_on_host:  # what is kept leaves once and comes back once
-        assert found.copied == (2 * found.host if bool(run.options.offload) else 0)
+        assert found.copied == (2 * found.host if run.options.offload else 0)
     if ranks == 8 and run.engine.zero_stage == 3:  # gathered twice and reduced once, over NVLink
         want = (3 + made_again) * SHAPE.layer_parameters * 2 * 7 / 8 / RATES.link
         assert total(spans, STATES) == pytest.approx(want, rel=1e-9)
-
-
-@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
-def test_computing_and_the_exchange_take_turns(run):
-    spans, _, _ = both(run, 8, 512_000)
     for part in spans.values():
-        turns = [span for span in part if span.lane in (COMPUTE, EXCHANGE)]
+        turns, copies = ([s for s in part if s.lane in lanes] for lanes in ((COMPUTE, EXCHANGE), (COPIES,)))
         for a, b in itertools.pairwise(turns):
             assert b.start == pytest.approx(a.end)
-        copies = [span for span in part if span.lane == COPIES]
         if run.options.offload == "sync":
             assert turns[0].start == pytest.approx(copies[0].end)
         else:
-            assert turns[0].start == 0
-            assert all(span.start == 0 for span in copies)
+            assert {span.start for span in [turns[0], *copies]} == {0}
 
 
 @pytest.mark.parametrize("k", [2, 3, 32])
 @pytest.mark.parametrize("kept", [0.0, 1.0])
 def test_inputs_that_are_made_again_cost_a_forward(k, kept):
-    """Of the layers whose input is not kept: their products, their attention and its exchange where outputs are not
-    kept, and one more gathering of their weights."""
-    run, tokens, share = RUNS["attention twice"], 512_000, 1 - -(-32 // k) / 32
-    given = (SHAPE, run, Machine(gpus=8, rates=RATES), 8, tokens)
+    """Of the layers whose input is not kept, the exchange where outputs are not kept, and one more gathering of their
+    weights. Their products and attention are those of `test_all_layers_together_are_the_step`."""
+    run, tokens = RUNS["attention twice"], 512_000
     once = replace(both(run, 8, tokens)[2], attention_kept=kept)
-    before, after = (step_seconds(*given, replace(once, inputs_kept_every=every)) for every in (1, k))
-    linear = linear_flops(SHAPE, tokens)
-    products = (linear["projections"] + linear["mlp"]) / RATES.matmul / 8
-    assert after["matrix products"] - before["matrix products"] == pytest.approx(share * products)
-    core = attention_flops(SHAPE, tokens) / RATES.attention_forward / 8
-    assert after["attention"] - before["attention"] == pytest.approx(share * (1 - kept) * core)
+
+    def more(rates):
+        """Seconds for each layer's share of every part."""
+        given = (SHAPE, run, Machine(gpus=8, rates=rates), 8, tokens)
+        before, after = (step_seconds(*given, replace(once, inputs_kept_every=every)) for every in (1, k))
+        return {part: (after[part] - before[part]) / (1 - -(-32 // k) / 32) for part in after}
+
     forward = exchange_bytes(SHAPE, 8, tokens, 2, 2, 0) - exchange_bytes(SHAPE, 8, tokens, 2, 1, 0)
-    assert after["exchange"] - before["exchange"] == pytest.approx(share * (1 - kept) * forward / RATES.link)
-    slow = (SHAPE, run, Machine(gpus=8, rates=replace(RATES, link=1e6)), 8, tokens)
-    waits = [step_seconds(*slow, replace(once, inputs_kept_every=every)) for every in (1, k)]
-    late = [one["waiting for memory and network"] + one["matrix products"] + one["attention"] for one in waits]
-    assert late[1] - late[0] == pytest.approx(share * SHAPE.parameters * 2 * 7 / 8 / 1e6)
-
-
-def test_attention_is_run_again_only_where_it_is_not_kept():
-    for name, times in (("attention once", 1), ("attention twice", 2)):
-        spans, _, _ = both(RUNS[name], 8, 512_000)
-        passes = [s for part in spans.values() for s in part if s.what in ("attention", "attention again")]
-        assert len(passes) == times
-        assert passes[0].seconds == pytest.approx(
-            attention_flops(SHAPE, 512_000) / SHAPE.layers / 8 / RATES.attention_forward
-        )
+    assert more(RATES)["exchange"] == pytest.approx((1 - kept) * forward / RATES.link)
+    late = more(replace(RATES, link=1e6))
+    gathered = SHAPE.parameters * 2 * 7 / 8 / 1e6 - late["matrix products"] - late["attention"]
+    assert late["waiting for memory and network"] == pytest.approx(gathered)
 
 
 def test_the_figure_has_each_lane_and_pass():
-    spans, _, _ = both(OURS, 8, 512_000)
+    spans = both(OURS, 8, 512_000)[0]
     figure = step_plots.timeline({n: [(s.lane, s.what, s.start, s.seconds) for s in p] for n, p in spans.items()})
     assert [axes.get_title("left") for axes in figure.axes] == ["forward", "backward"]
-    assert {t.get_text() for t in figure.axes[0].get_yticklabels()} == {COMPUTE, EXCHANGE, COPIES, STATES}
-    assert "attention" in {text.get_text() for text in figure.axes[0].texts}
+    first = figure.axes[0]
+    assert {t.get_text() for t in first.get_yticklabels()} == {COMPUTE, EXCHANGE, COPIES, STATES}
+    assert "attention" in {text.get_text() for text in first.texts}
 
 
 def test_the_optimizer_steps_on_what_is_trained():
@@ -135,20 +119,17 @@ def test_capped_scores_are_slow_and_told_so():
     """Gemma 2 runs no fused kernel without flash-attn's packages."""
     shape = read_shape("google/gemma-2-9b")
     run = OURS.replace(model={"name": shape.name})
-    assert kernel_of(shape, run, "cuda") == "blockwise"
     found = activations(shape, run, 8, 2**17, "cuda")
-    machine = Machine(gpus=8)
-    slow, fast = (
-        step_seconds(shape, run, machine, 8, 2**17, replace(found, kernel=kernel))["attention"]
-        for kernel in (found.kernel, "cudnn")
-    )
+    assert kernel_of(shape, run, "cuda") == found.kernel == "blockwise"
+    given = (shape, run, Machine(gpus=8), 8, 2**17)
+    slow, fast = (step_seconds(*given, one)["attention"] for one in (found, replace(found, kernel="cudnn")))
     assert slow > 5 * fast
 
 
 def test_pairs_of_full_and_sliding_layers():
     """One layer in two of Gemma 2 sees everything."""
     shape = read_shape("google/gemma-2-9b")
-    assert (shape.windowed, shape.layers) == (21, 42)
     whole = attention_flops(replace(shape, windowed=0), 10**6)
-    assert attention_flops(shape, 10**6) == pytest.approx(whole / 2 + whole / 2 * 2 * 4096 / 10**6, rel=0.01)
-    assert attention_flops(shape, 10**6, 0.5) == pytest.approx(whole / 4 + whole / 2 * 2 * 4096 / 10**6, rel=0.01)
+    for share in (1, 0.5):
+        want = whole / 2 * (share + 2 * 4096 / 10**6)
+        assert attention_flops(shape, 10**6, share) == pytest.approx(want, rel=0.01)

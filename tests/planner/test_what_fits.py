@@ -1,34 +1,27 @@
 """The table of the page: what `alst plan` answers, kept where it is there, and small enough for a page."""
 
-import argparse
 import json
 import random
-import shlex
 
 import pytest
 import what_fits
 from quick_steps import quick  # noqa: F401
 
-from alstlib.planner import command, fits
+from alstlib.planner import fits
 from alstlib.planner.gpus import GPUS
 from alstlib.units import format_seconds
 
 SMALL = "meta-llama/Llama-3.2-1B"
 
 
-def test_its_command_says_the_same(monkeypatch, capsys):
+def test_its_command_says_the_same(monkeypatch, alst):
     gpu, trained = "RTX4090", "an adapter (LoRA, r=16)"
     monkeypatch.setattr(what_fits, "GPUS", {gpu: GPUS[gpu]})
-    whole, chunked = what_fits.plan(SMALL, 4, {})[gpu][0][[*what_fits.TRAINED].index(trained)]
-    host = what_fits.hosts(GPUS[gpu], 4)[0]
-    asked = what_fits.COMMAND.format(model=SMALL, gpu=gpu, gpus=4, host=host) + what_fits.TRAINED[trained]
-    assert host == "96GB"
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    for more, (tokens, step, rate, limit, *way) in (("", whole), (f" --set options.chunk={what_fits.CHUNK}", chunked)):
-        capsys.readouterr()
-        assert command.command(parser.parse_args([*shlex.split(asked + more)[2:], "--json"])) == 0
-        said = json.loads(capsys.readouterr().out)
+    cells = what_fits.plan(SMALL, 4, {})[gpu][0][[*what_fits.TRAINED].index(trained)]
+    asked = what_fits.COMMAND.format(model=SMALL, gpu=gpu, gpus=4, host="96GB") + what_fits.TRAINED[trained]
+    assert what_fits.hosts(GPUS[gpu], 4)[0] == "96GB"
+    for more, (tokens, step, rate, limit, *way) in zip(("", f" --set options.chunk={what_fits.CHUNK}"), cells):
+        said = json.loads(alst(f"{asked}{more} --json".removeprefix("alst ")).partition("\nalst: ")[0])
         one = next((w for w in said["ways"] if [w["what"]] == way), said)
         assert said["options"]["model.lora"] == {"r": 16}
         assert (one["longest_sequence"], format_seconds(one["longest_step_seconds"])) == (tokens, step)
@@ -41,15 +34,15 @@ def test_its_command_says_the_same(monkeypatch, capsys):
 
 
 def test_it_goes_on_and_keeps_what_is_there(monkeypatch, tmp_path):
-    gpu, planned = "H100", list[str]()
+    planned = []
     monkeypatch.setattr(what_fits, "FILE", tmp_path / "table.json")
-    monkeypatch.setattr(what_fits, "GPUS", {gpu: GPUS[gpu]})
+    monkeypatch.setattr(what_fits, "GPUS", {"H100": GPUS["H100"]})
 
     def cells(asked):
         planned.append(asked)
-        return (
-            [[5, "1 s", 1.0, "host"], None] if len(planned) < 3 else "refused: why" if len(planned) < 7 else [None] * 2
-        )
+        if len(planned) < 3:
+            return [[5, "1 s", 1.0, "host"], None]
+        return "refused: why" if len(planned) < 7 else [None] * 2
 
     monkeypatch.setattr(what_fits, "cells", cells)
     monkeypatch.setattr("sys.argv", ["what_fits", "--models", SMALL, "--gpus", "8"])
@@ -57,8 +50,7 @@ def test_it_goes_on_and_keeps_what_is_there(monkeypatch, tmp_path):
     assert len(planned) == len(what_fits.HOSTS) * len(what_fits.TRAINED)
     what_fits.main()
     assert planned[6:] == planned[:2]  # the two whose chunks were not known; a refusal stays
-    (tmp_path / "other").mkdir()
-    monkeypatch.setattr(what_fits, "FILE", tmp_path / "other" / "table.json")
+    monkeypatch.setattr(what_fits, "FILE", tmp_path / "other.json")
     what_fits.main()
     assert not what_fits.FILE.exists()  # nothing is known of it
 
@@ -88,10 +80,10 @@ def test_what_is_committed_comes_out_again():
         for _ in range(5):
             key, on = random.choice([*table.items()])
             name, gpus = key.split(" on ")
-            gpu, host, what = random.choice([*GPUS]), random.randrange(3), random.choice([*what_fits.TRAINED])
-            text = what_fits.hosts(GPUS[gpu], int(gpus))[host]
-            asked = what_fits.COMMAND.format(model=name, gpu=gpu, gpus=gpus, host=text) + what_fits.TRAINED[what]
-            kept = on[gpu][host][[*what_fits.TRAINED].index(what)]
+            gpu, rows = random.choice([*on.items()])
+            host, row = random.choice([*zip(what_fits.hosts(GPUS[gpu], int(gpus)), rows)])
+            more, kept = random.choice([*zip(what_fits.TRAINED.values(), row)])
+            asked = what_fits.COMMAND.format(model=name, gpu=gpu, gpus=gpus, host=host) + more
             if isinstance(kept, list):
                 again = what_fits.cells(asked)
                 assert [a for a, k in zip(again, kept, strict=True) if k] == [k for k in kept if k], asked

@@ -7,6 +7,7 @@ import emulate
 import pytest
 import time_kernels
 import torch
+from cases import by_own_names, sample_of, train
 from emulate import ballast
 
 import alstlib
@@ -38,6 +39,10 @@ RUN = {
 }
 
 
+def run_of(**changes):
+    return RunConfig.from_dict({**RUN, **by_own_names(changes)})
+
+
 def real_rank(rank, world, chunk):
     """Peak, exchanged bytes and host bytes of a rank without an engine. The peak is the lowest of three steps: gloo's
     thread may let go of what it has sent when the next buffer is there already (3 of 320 steps beside busy cores)."""
@@ -47,40 +52,34 @@ def real_rank(rank, world, chunk):
 
 
 def real_step(rank, world, chunk):
-    run = RunConfig.from_dict({**RUN, "emulate": 0})
+    run = run_of(emulate=0, chunk=chunk)
     model, ctx = load_model(run, torch.float32), alstlib.SPContext.create(world)
-    ids = torch.randint(0, 512, (1, run.data.seq_len), generator=torch.Generator().manual_seed(0))
-    options = alstlib.Options(save_attention="auto", chunk=chunk, offload="sync")
-    with alstlib.apply(model, ctx, options) as handle:
-        batch = shard_batch({"input_ids": ids, "labels": ids}, world, rank)
+    with alstlib.apply(model, ctx, run.options) as handle:
+        batch = shard_batch(sample_of(run.data.seq_len), world, rank)
         gc.collect()
         with Ledger(stores=[handle.store]) as ledger:
             start = ledger.device_bytes
-            alstlib.causal_lm_loss(model, batch).loss.backward()
+            train(model, batch)
             return ledger.device_peak - start, handle.wire_bytes, handle.store.peak_nbytes
 
 
 @pytest.mark.parametrize("chunk", [None, 128])
 def test_an_emulated_rank_is_a_real_one(ranks4, tmp_path, chunk):
     peak, wire, host = ranks4(real_rank, chunk)[-1]
-    run = RunConfig.from_dict({**RUN, "options.chunk": chunk})
+    run = run_of(chunk=chunk)
     result = launch(run, tmp_path, worker=emulate.__file__)
     metrics, parameters = result["metrics"], sum(p.numel() for p in load_model(run, torch.float32).parameters())
-    assert result["mode"] == "emulated"
-    assert metrics["wire_bytes"] == wire
-    assert metrics["host_peak_bytes"] == [host]
-    standing = 4 * parameters + sum(metrics["emulated"]["ballast_bytes"].values()) + 3 * 8 * 2048 // RANKS
-    assert metrics["device_peak_bytes"][0] - standing == pytest.approx(peak, rel=0.02)
     emulated = metrics["emulated"]
+    assert (result["mode"], metrics["wire_bytes"], metrics["host_peak_bytes"]) == ("emulated", wire, [host])
+    standing = 4 * parameters + sum(emulated["ballast_bytes"].values()) + 3 * 8 * 2048 // RANKS
+    assert metrics["device_peak_bytes"][0] - standing == pytest.approx(peak, rel=0.02)
     assert (emulated["ranks"], emulated["layers_run"], emulated["backend"]) == (RANKS, 2, "cpu")
     assert emulated["layer_forward_seconds"] > 0 < emulated["layer_backward_seconds"]
 
 
 def test_few_layers_stand_for_many(tmp_path):
     """Two layers of the shape's own depth: the rest is ballast and a projection that says so."""
-    run = RunConfig.from_dict(
-        {**RUN, "model.name": "small", "model.config": {"num_hidden_layers": 1}, "data.seq_len": 512}
-    )
+    run = run_of(**{"model.name": "small", "model.config": {"num_hidden_layers": 1}, "data.seq_len": 512})
     emulated = launch(run, tmp_path, worker=emulate.__file__)["metrics"]["emulated"]
     assert (emulated["layers_run"], emulated["layers_of_the_model"]) == (1, 16)
     whole = sum(p.numel() for p in load_model(run.replace(model={"config": {}}), torch.float32).parameters())
@@ -90,7 +89,7 @@ def test_few_layers_stand_for_many(tmp_path):
 
 
 def test_ballast_is_what_zero3_holds():
-    run = RunConfig.from_dict({**RUN, "engine.offload_optimizer": False})
+    run = run_of(offload_optimizer=False)
     buckets = {"buckets": 2 * 1_000_000}
     assert ballast(run, 1001, 2) == {"weights": 502, "gradients": 502, "optimizer": 3012, **buckets}
     run = run.replace(engine={"offload_optimizer": True, "offload_params": True})
@@ -108,55 +107,43 @@ def test_ligers_kernels_are_put_in_on_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(worker, "this_device", lambda: (torch.device("cpu"), True))
     monkeypatch.setattr(models, "liger_knows", lambda: ("llama",))
     monkeypatch.setattr(models, "liger_kernels", put.append)
-    made = emulate.Emulation(RunConfig.from_dict({**RUN, "emulate": 1, "model.liger": "auto"}), tmp_path)
+    made = emulate.Emulation(run_of(emulate=1, liger="auto"), tmp_path)
     assert put == [made.model]
     assert made.handle.head is not None
 
 
+def timed(seq_len, **options):
+    engine = {"world_size": 1, "sp": 1}
+    return RunConfig(
+        model={"name": "tiny"}, data={"seq_len": seq_len}, optim={"steps": 1}, engine=engine, options=options
+    )
+
+
 def test_kernels_are_timed(tmp_path):
-    run = RunConfig.from_dict(
-        {
-            "model": {"name": "tiny"},
-            "data": {"seq_len": 300},
-            "optim": {"steps": 1},
-            "engine": {"world_size": 1, "sp": 1},
-            "options": {"chunk": 64},
-        }
-    )
-    metrics = launch(run, tmp_path, worker=time_kernels.__file__)["metrics"]
+    metrics = launch(timed(300, chunk=64), tmp_path, worker=time_kernels.__file__)["metrics"]
     assert metrics["chosen"] == "cpu"
-    cpu = metrics["kernels"]["cpu"]
-    assert all(
-        cpu[n] > 0 for n in ("forward_tflops", "backward_tflops", "chunks_forward_tflops", "chunks_backward_tflops")
-    )
-    assert not metrics["kernels"]["flash"]["runs"]
-    assert "does not run on cpu" in metrics["kernels"]["flash"]["why"]
+    cpu, flash = metrics["kernels"]["cpu"], metrics["kernels"]["flash"]
+    for name in ("forward_tflops", "backward_tflops", "chunks_forward_tflops", "chunks_backward_tflops"):
+        assert cpu[name] > 0, name
+    assert not flash["runs"]
+    assert "does not run on cpu" in flash["why"]
 
 
 def test_a_kernel_that_fails_is_an_answer_and_not_the_end(tmp_path, monkeypatch):
     """An assertion within a kernel, a process that dies, and one that hangs: each says something about one kernel."""
-    run = RunConfig.from_dict(
-        {
-            "model": {"name": "tiny"},
-            "data": {"seq_len": 64},
-            "optim": {"steps": 1},
-            "engine": {"world_size": 1, "sp": 1},
-        }
-    )
     scripts = {
         "cpu": "import sys; print('an illegal memory access', file=sys.stderr, flush=True); import os; os.abort()",
         "blockwise": "import time; time.sleep(60)",
     }
-    made = time_kernels.Bench(run, tmp_path)
+    made = time_kernels.Bench(timed(64), tmp_path)
     monkeypatch.setattr(time_kernels, "seconds_left", lambda: 4.0)
     monkeypatch.setattr(made, "command", lambda task, answer: [sys.executable, "-c", scripts[task["name"]]])
     metrics = made()
-    kernels = metrics["kernels"]
     assert metrics["step_seconds"] == []
-    assert kernels["cpu"] == {
-        "runs": False, "why": "its process ended with status -6: an illegal memory access"
-    }  # fmt: skip
-    assert kernels["blockwise"] == {"runs": False, "why": "no answer in 2 s"}
+    for name, why in (
+        ("cpu", "its process ended with status -6: an illegal memory access"), ("blockwise", "no answer in 2 s")
+    ):  # fmt: skip
+        assert metrics["kernels"][name] == {"runs": False, "why": why}
 
     def refuse(*_, **__):
         raise AssertionError("head_dim 24 is not supported")

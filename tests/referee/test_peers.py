@@ -1,6 +1,5 @@
 """The comparison with other stacks: every stack trains, is counted by the same rules, and takes the same turn."""
 
-import json
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
@@ -9,6 +8,7 @@ import peers
 import pytest
 import torch
 import torch.distributed as dist
+from operators import error_of
 from peers import Counts, floor_step, peak_over_start
 
 from alstlib.config import RunConfig
@@ -35,99 +35,91 @@ RUN = {
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
-    names = ("ours", "readme", "deepspeed", "deepspeed, loss tiles", "transformers", "ours+chunk", "ours+chunk+offload")
-    out = tmp_path_factory.mktemp("peers")
-    return launch(RunConfig.from_dict({**RUN, "optim.steps": 1, "peers": names}), out, worker=peers.__file__)["metrics"]
+    names = ("ours", "readme", *REFERENCE, "transformers", "ours+chunk", "ours+chunk+offload")
+    run = RunConfig.from_dict({**RUN, "optim.steps": 1, "peers": names})
+    made = launch(run, tmp_path_factory.mktemp("peers"), worker=peers.__file__)["metrics"]["peers"]
+    assert tuple(made) == names
+    return made
 
 
 def test_stacks_side_by_side(compared):
     """All see the same sample (and so the same loss); ours is exact; work is counted as it was done."""
-    made = compared["peers"]
-    assert list(made) == ["ours", "readme", *REFERENCE, "transformers", "ours+chunk", "ours+chunk+offload"]
-    assert all(one["loss"] == pytest.approx(made["ours"]["loss"], rel=1e-3) for one in made.values())
-    assert all(len(one["step_seconds"]) == 1 and max(one["device_peak_bytes"]) > 0 for one in made.values())
-    assert all(made[n]["gradient_error"] < 1e-5 for n in made if n not in REFERENCE)
-    forwards = {n: (one["attention_forwards"], one["mlp_forwards"]) for n, one in made.items()}
-    ours = dict.fromkeys(("ours", "readme", "ours+chunk", "ours+chunk+offload"), (1, 2))
-    assert forwards == {**ours, **dict.fromkeys(REFERENCE, (2, 3)), "transformers": (2, 2)}
-    assert [made[n]["sequences"] for n in ("ours", "transformers")] == [1, 2]
-    assert made["ours+chunk+offload"]["host_peak_bytes"][0] > 0 == made["ours"]["host_peak_bytes"][0]
+    ours = compared["ours"]
+    assert all(one["loss"] == pytest.approx(ours["loss"], rel=1e-3) for one in compared.values())
+    assert all(len(one["step_seconds"]) == 1 and max(one["device_peak_bytes"]) > 0 for one in compared.values())
+    assert all(compared[n]["gradient_error"] < 1e-5 for n in compared if n not in REFERENCE)
+    forwards = {n: (one["attention_forwards"], one["mlp_forwards"]) for n, one in compared.items()}
+    others = {**dict.fromkeys(REFERENCE, (2, 3)), "transformers": (2, 2)}
+    assert forwards == {**dict.fromkeys(compared, (1, 2)), **others}
+    assert [compared[n]["sequences"] for n in ("ours", "transformers")] == [1, 2]
+    assert compared["ours+chunk+offload"]["host_peak_bytes"][0] > 0 == ours["host_peak_bytes"][0]
 
 
 def test_every_stack_has_processes_of_its_own(compared):
     """One for each rank: stacks that share a process slow each other down."""
-    launches = [pids for one in compared["peers"].values() for pids in one["processes"]]
-    assert len(launches) == len(compared["peers"]) == 7
-    assert len({pid for pids in launches for pid in pids}) == 2 * len(launches)
+    processes = [pid for one in compared.values() for pids in one["processes"] for pid in pids]
+    assert len({*processes}) == len(processes) == 2 * 7
 
 
 def _in_turn(rank, world, run, out):
     """The launches of a comparison whose stacks are not built, and what came of them."""
-    from peers import Comparison
-
     launches = []
 
-    class Unbuilt(Comparison):
+    class Unbuilt(peers.Comparison):
         @contextmanager
         def alone(self, name):
             def time(method, steps, look):
                 launches.append((name, steps, look))
-                needs = ("device_peak_bytes", "host_peak_bytes", "wire_bytes")
-                looked = {"sequences": 1, **dict.fromkeys(needs, 0)} if look else {}
-                return {"loss": float(len(launches)), **looked}, [float(len(launches))] * steps, [len(launches)]
+                looked = {"sequences": 1, "device_peak_bytes": 0, "host_peak_bytes": 0, "wire_bytes": 0} if look else {}
+                turn = float(len(launches))
+                return {"loss": turn, **looked}, [turn] * steps, [turn]
 
             yield time
 
-    made = Unbuilt(RunConfig.from_dict(run), Path(out)).compare()
-    return launches, made["peers"]
+    return launches, Unbuilt(RunConfig.from_dict(run), Path(out)).compare()["peers"]
 
 
 def test_stacks_take_turns_in_two_rounds(ranks2, tmp_path):
     for launches, made in ranks2(_in_turn, {**RUN, "optim.steps": 3, "peers": ["ours", "deepspeed"]}, str(tmp_path)):
         assert launches == [("ours", 1, True), ("deepspeed", 1, True), ("ours", 2, False), ("deepspeed", 2, False)]
-        assert made["ours"]["step_seconds"] == [1, 3, 3]
-        assert made["deepspeed"]["step_seconds"] == [2, 4, 4]
-        assert made["deepspeed"]["processes"] == [[2], [4]]
-        assert (made["ours"]["loss"], made["ours"]["tokens_per_second"]) == (1, 320 / 3)
+        ours, theirs = made["ours"], made["deepspeed"]
+        assert (ours["step_seconds"], ours["loss"], ours["tokens_per_second"]) == ([1, 3, 3], 1, 320 / 3)
+        assert (theirs["step_seconds"], theirs["processes"]) == ([2, 4, 4], [[2], [4]])
 
 
 def test_wire_bytes_are_the_formulas(compared):
     """In units of a head's rows of one rank: 4 query and 2 key/value heads on 2 ranks."""
-    made, layers, rows, width, p = compared["peers"], 2, 160, 16, 2
-    head = rows * width * 4 * (p - 1) // p
+    layers, rows, width = 2, 160, 16
+    head = rows * width * 4 // 2
     q, k = 4, 2
-    ours = (q + 2 * k) + q + (q + 2 * k + q + q / width) + (q + 2 * k)
-    theirs = 2 * ((q + 2 * k) + q) + (q + 2 * k) + q  # twice forward, once backward
-    positions = 2 * 8 * rows * (p - 1) * layers  # gathered in each forward
-    stripes = 3 * 8 * rows * (p - 1) // p  # tokens, positions and labels of `chunk`
-    assert made["ours"]["wire_bytes"] == ours * head * layers
-    assert abs(made["ours+chunk"]["wire_bytes"] - made["ours"]["wire_bytes"] - stripes) <= 3 * 8 * 64
-    assert all(made[n]["wire_bytes"] == theirs * head * layers + positions for n in REFERENCE)
-    assert made["transformers"]["wire_bytes"] == 0
+    forward = (q + 2 * k) + q
+    ours = forward + (q + 2 * k) + forward + q / width  # once forward, and backward with logsumexps
+    positions = 2 * 8 * rows * layers  # gathered in each forward
+    stripes = 3 * 8 * rows // 2  # tokens, positions and labels of `chunk`
+    sent = {n: one["wire_bytes"] for n, one in compared.items()}
+    assert sent["ours"] == ours * head * layers
+    assert abs(sent["ours+chunk"] - sent["ours"] - stripes) <= 3 * 8 * 64
+    for name in REFERENCE:  # twice forward, once backward
+        assert sent[name] == 3 * forward * head * layers + positions
+    assert sent["transformers"] == 0
 
 
 def test_longest_in_an_equal_budget(tmp_path):
     run = {
-        **RUN,
-        "search": True,
-        "data.seq_len": 128,
-        "search.granule": 128,
-        "search.max": 512,
-        "limits.device_memory": "1MiB",
-        "engine.prefetch": False,
-    }
-    config = RunConfig.from_dict({**run, "peers": ["deepspeed", "ours+chunk+offload"]})
-    metrics = launch(config, tmp_path, worker=peers.__file__)["metrics"]
-    for one in metrics["peers"].values():
+        **RUN, "search": True, "data.seq_len": 128, "search.granule": 128, "search.max": 512, "engine.prefetch": False,
+        "limits.device_memory": "1MiB", "peers": ["deepspeed", "ours+chunk+offload"],
+    }  # fmt: skip
+    for one in launch(RunConfig.from_dict(run), tmp_path, worker=peers.__file__)["metrics"]["peers"].values():
         tried = {t["seq_len"]: t["device_peak_bytes"] for t in one["tried"]}
         assert tried[one["seq_len"]] <= 2**20
         assert one["seq_len"] == 512 or tried[one["seq_len"] + 128] > 2**20
-    assert json.loads((tmp_path / "result.json").read_text())["status"] == "ok"
-    assert results.table([results.read_result(tmp_path / "result.json")])[0]["seq_len"]
+    found = results.read_result(tmp_path / "result.json")
+    assert found["status"] == "ok"
+    assert results.table([found])[0]["seq_len"]
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    "changes, message",
     [
         ({"peers": []}, "peers names no stack"),
         ({"peers": ["our"]}, "unknown stack in peers 'our'; did you mean 'ours'"),
@@ -142,26 +134,20 @@ def test_bad_input(ranks2, tmp_path, changes, message):
 
 
 def _refused(rank, world, run, out):
-    from peers import Comparison
-
-    try:
-        Comparison(RunConfig.from_dict(run), Path(out))()
-    except ValueError as e:
-        return str(e)
-    return "accepted"
+    return error_of(lambda: peers.Comparison(RunConfig.from_dict(run), Path(out))())
 
 
 def _held(rank, world, run, name):
-    """Bytes of weights that a rank holds when the engine of a stack begins."""
+    """Bytes of weights that a rank holds when the engine of a stack begins: of its own, in parts, and whole."""
     import deepspeed
     from baselines import Stack
 
     held, begin = [], deepspeed.initialize
 
     def initialize(*args, model, **kwargs):
-        held.append(storage_bytes(model.parameters()))
-        held.append(storage_bytes(getattr(p, "ds_tensor", p) for p in model.parameters()))
-        held.append(4 * sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()))
+        weights = [*model.parameters()]
+        held.extend(storage_bytes(ps) for ps in (weights, [getattr(p, "ds_tensor", p) for p in weights]))
+        held.append(4 * sum(getattr(p, "ds_numel", p.numel()) for p in weights))
         return begin(*args, model=model, **kwargs)
 
     with mock.patch.object(deepspeed, "initialize", initialize):
@@ -178,12 +164,12 @@ def test_no_rank_but_the_first_holds_a_stacks_model_whole(ranks2, name):
 
 
 def _counted(rank, world):
-    exchange, x = Exchange(dist.group.WORLD), torch.ones(4)
+    exchange, x, tokens = Exchange(dist.group.WORLD), torch.ones(4), torch.ones(5, dtype=torch.int64)
     with Counts() as counts:
         exchange.to_heads(torch.ones(1, 4, 3, 2))
         exchange.shared_to_heads(torch.ones(1, 1, 3, 2))
-        dist.all_gather([torch.empty(5, dtype=torch.int64) for _ in range(world)], torch.ones(5, dtype=torch.int64))
-        dist.all_gather([torch.empty(4) for _ in range(world)], x)  # as ZeRO gathers weights
+        for one in (tokens, x):  # and as ZeRO gathers weights
+            dist.all_gather([torch.empty_like(one) for _ in range(world)], one)
         dist.all_gather_into_tensor(torch.empty(4 * world), x)
         dist.reduce_scatter_tensor(torch.empty(2), x)
         dist.all_reduce(x)
@@ -193,24 +179,24 @@ def _counted(rank, world):
 
 def test_what_is_sent_is_counted(ranks2):
     for sent, calls, exchanged in ranks2(_counted):
-        assert sent == {"exchange": exchanged + 40, "other": 16 + 16 + 8 + 16}
-        assert calls["exchange"] == 3
+        assert (sent, calls["exchange"]) == ({"exchange": exchanged + 40, "other": 16 + 16 + 8 + 16}, 3)
 
 
 def test_zeros_traffic_is_told_apart(compared):
     """The reference gathers a layer's weights again for each tile; ours once forward and once backward."""
-    other = {n: one["other_wire_bytes"] for n, one in compared["peers"].items()}
-    assert other["deepspeed, loss tiles"] > other["deepspeed"] > other["ours"] > 0
+    tiles, plain, ours = (compared[n]["other_wire_bytes"] for n in ("deepspeed, loss tiles", "deepspeed", "ours"))
+    assert tiles > plain > ours > 0
 
 
 def test_counts_and_peak():
     q, k = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)
+    attention, cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, torch.device("cpu")
     with Counts() as counts:
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, k, 0.0, True)
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q[:, :, :3], k, k, 0.0, False)
+        attention(q, k, k, 0.0, True)
+        attention(q[:, :, :3], k, k, 0.0, False)
     assert counts.pairs == 4 * (6 * 7 // 2 + 3 * 6)
-    assert peak_over_start(lambda: torch.zeros(1000).add(1), torch.device("cpu")) == pytest.approx(8000, rel=0.05)
-    assert peak_over_start(lambda: torch.ops.aten.add(torch.zeros(1000), 1), torch.device("cpu")) == 8000
+    assert peak_over_start(lambda: torch.zeros(1000).add(1), cpu) == pytest.approx(8000, rel=0.05)
+    assert peak_over_start(lambda: torch.ops.aten.add(torch.zeros(1000), 1), cpu) == 8000
 
 
 def test_floor_runs():

@@ -16,7 +16,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize(
-    ("heads", "ranks", "mlp", "loss", "offload"),
+    "heads, ranks, mlp, loss, offload",
     [(2, 1, False, False, False), (2, 2, False, True, False), (2, 2, True, True, True), (1, 4, True, True, True)],
 )
 def test_real_tensors_at_small_sizes(heads, ranks, mlp, loss, offload, monkeypatch):
@@ -28,9 +28,8 @@ def test_real_tensors_at_small_sizes(heads, ranks, mlp, loss, offload, monkeypat
     monkeypatch.setattr(reference_stack, "FakeTensorMode", lambda **_: contextlib.nullcontext())
     real = stack.at(77 * ranks)
     assert (real.device_peak, real.categories) == (fake.device_peak, fake.categories)
-    assert _moments(real) == _moments(fake)
+    moments, others = (
+        {(key.partition("|")[0], frozenset(at.items())) for key, at in found.moments.items()} for found in (real, fake)
+    )
+    assert moments == others
     assert len(fake.moments) > 20
-
-
-def _moments(found):
-    return {(key.partition("|")[0], frozenset(at.items())) for key, at in found.moments.items()}

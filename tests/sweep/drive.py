@@ -12,10 +12,9 @@ each type that was judged is also written to papermill_runs/results/support, fro
 import argparse
 import json
 import sys
-import tempfile
 import time
+from collections import Counter
 from pathlib import Path
-from typing import Any
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS / "sweep")]
@@ -31,14 +30,11 @@ from alstlib.measure import verify  # noqa: E402
 OUT = TESTS.parent / "papermill_runs" / "out" / "sweep"
 NAME = f"sweep-{transformers.__version__}.jsonl"
 GOOD = ("exact", "refused", "not built")
-Line = dict[str, Any]
-Lines = dict[tuple[str, int, str], Line]
 
 
 def read(path):
     """The last outcome of each case."""
-    lines = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
-    return {(line["type"], line["sp"], line["case"]): line for line in lines}
+    return {(line["type"], line["sp"], line["case"]): line for line in table.stored(path)}
 
 
 def on_rank(rank, world, *args):
@@ -46,12 +42,12 @@ def on_rank(rank, world, *args):
         return judge.judge(rank, world, *args)
 
 
-def judged(pools, sp, kind, references):
+def judged(pools, sp, kind):
     """The outcome of every case of this type at this degree: the worst of its ranks."""
     if sp == 1:
-        return on_rank(0, 1, kind, judge.CASES, references)
+        return on_rank(0, 1, kind, judge.CASES)
     try:
-        ranks = pools.setdefault(sp, RankPool(sp))(on_rank, kind, judge.CASES, references, timeout=240)
+        ranks = pools.setdefault(sp, RankPool(sp))(on_rank, kind, judge.CASES, timeout=240)
     except AssertionError as e:  # a rank died, or waits for another: its pool is started anew for the next type
         return [{"result": "crash", "reason": verify.why(e)} for _ in judge.CASES]
     return [max(each, key=lambda one: (one["result"] not in GOOD, one.get("gradient", 0.0))) for each in zip(*ranks)]
@@ -67,14 +63,14 @@ def sweep(types, degrees, path, again=False):
         return all(found.get((kind, sp, case), {}).get("result") in GOOD for case in judge.CASES)
 
     todo = [(sp, kind) for sp in degrees for kind in types if not good(sp, kind)]
-    with tempfile.TemporaryDirectory() as references, path.open("a") as out:
+    with path.open("a") as out:
         for i, (sp, kind) in enumerate(todo, 1):
-            outcomes = judged(pools, sp, kind, references)
-            for case, outcome in zip(judge.CASES, outcomes):
+            outcomes = dict(zip(judge.CASES, judged(pools, sp, kind)))
+            for case, outcome in outcomes.items():
                 found[kind, sp, case] = {"type": kind, "sp": sp, "case": case, **outcome}
                 print(json.dumps(found[kind, sp, case]), file=out, flush=True)
-            kinds = ", ".join(sorted({o["result"] for o in outcomes}))
-            bad = "".join(f"\n    {c}: {o['reason']}" for c, o in zip(judge.CASES, outcomes) if o["result"] not in GOOD)
+            kinds = ", ".join(sorted({o["result"] for o in outcomes.values()}))
+            bad = "".join(f"\n    {c}: {o['reason']}" for c, o in outcomes.items() if o["result"] not in GOOD)
             print(f"[{i}/{len(todo)}, {time.monotonic() - began:.0f} s] sp {sp} {kind}: {kinds}{bad}", flush=True)
     for pool in pools.values():
         pool.stop()
@@ -83,7 +79,7 @@ def sweep(types, degrees, path, again=False):
 
 def keep(found, path):
     """Write the outcome of each type that was judged; of the others, what is there stays."""
-    kept = {one["type"]: one for one in map(json.loads, path.read_text().splitlines() if path.exists() else ())}
+    kept = {one["type"]: one for one in table.stored(path)}
     for kind in {key[0] for key in found}:
         kept[kind] = table.summary([line for key, line in found.items() if key[0] == kind])
     path.write_text("".join(json.dumps(kept[kind]) + "\n" for kind in sorted(kept)))
@@ -100,8 +96,9 @@ def main():
         parser.error(f"transformers {transformers.__version__} has no causal language model {', '.join(unknown)}")
     with verify.quiet():
         found = sweep(args.only or small.TYPES, args.sp, OUT / NAME, args.again)
-    counts = {result: sum(line["result"] == result for line in found.values()) for result in (*GOOD, "wrong", "crash")}
-    print(f"transformers {transformers.__version__}: " + ", ".join(f"{n} {result}" for result, n in counts.items()))
+    counts = Counter(line["result"] for line in found.values())
+    listed = ", ".join(f"{counts[result]} {result}" for result in (*GOOD, "wrong", "crash"))
+    print(f"transformers {transformers.__version__}: {listed}")
     if args.keep:
         keep(found, table.RESULTS / NAME)
     return int(counts["wrong"] + counts["crash"] > 0)

@@ -2,8 +2,6 @@
 every set of options; or the refusal. It is `alst verify`'s comparison (`alstlib.measure.verify`)."""
 
 import functools
-import os
-from pathlib import Path
 from unittest import mock
 
 import small
@@ -28,38 +26,28 @@ EXACT = {torch.float32: (1e-6, 1e-4), torch.float64: (1e-9, 1e-9)}
 """Largest relative error of the loss and of a gradient."""
 
 
-def judge(rank, world, kind, cases, references):
-    """The outcome of each case of this type: exact, refused, wrong or crash, with the errors or the reason.
-
-    Args:
-        references: folder in which the first rank to need plain transformers' result leaves it for all others.
-    """
+def judge(rank, world, kind, cases):
+    """The outcome of each case of this type: exact, refused, wrong or crash, with the errors or the reason."""
     try:
         small.small_model(kind)
     except Exception as e:
         return [{"result": "not built", "reason": verify.why(e)} for _ in cases]
-    ctx, path = alstlib.SPContext.create(world), Path(references) / kind
-    run = {case: functools.partial(_one, ctx, case, path) for case in cases}
+    ctx, known = alstlib.SPContext.create(world), {}
+    run = {case: functools.partial(_one, ctx, case, known) for case in cases}
     return list(verify.judge(functools.partial(small.small_model, kind), run).values())
 
 
-def _one(ctx, case, path, model):
+def _one(ctx, case, known, model):
     packed, _, how = case.partition(", ")
     data = verify.sample(LENGTH, packed == "packed")
-    path = path.with_name(f"{path.name} {packed} {model.dtype}")
     chosen = dict(OPTIONS[how])
     block = chosen.pop("block", None)
+
+    def plain(model):
+        """Once for all ways of running the layers."""
+        if (packed, model.dtype) not in known:
+            known[packed, model.dtype] = verify.plain(model, data)
+        return known[packed, model.dtype]
+
     with mock.patch.object(sizing, "LEAST_KEYS", 1):  # pages of one chunk
-        return verify.compare(
-            model, ctx, alstlib.Options(**chosen), data, lambda model: _reference(model, path, data), EXACT, block
-        )
-
-
-def _reference(model, path, data):
-    if path.exists():
-        return torch.load(path)
-    made = verify.plain(model, data)
-    part = path.with_name(f"{path.name} {os.getpid()}")
-    torch.save(made, part)
-    part.rename(path)
-    return made
+        return verify.compare(model, ctx, alstlib.Options(**chosen), data, plain, EXACT, block)

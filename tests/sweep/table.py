@@ -22,48 +22,50 @@ config. `make sweep` measures it anew.
 """
 
 
+def stored(path):
+    """What is in a file, where there is one."""
+    return map(json.loads, path.read_text().splitlines() if path.exists() else ())
+
+
 def summary(lines):
     """A type's outcome over all of its cases: the result, the reasons (where only some options are refused, with their
     names), and the largest errors of what is exact."""
     results = {line["result"] for line in lines}
-    bad = next((result for result in ("crash", "wrong", "not built") if result in results), None)
+    result = next(one for one in ("crash", "wrong", "not built", "exact", "refused") if one in results)
     reasons = {}
     for line in lines:
-        if line["result"] == (bad or "refused"):
+        if line["result"] == ("refused" if result == "exact" else result):
             reasons.setdefault(line["reason"], []).append(line["case"].partition(", ")[2])
-    result = bad or ("exact" if "exact" in results else "refused")
+    whys = sorted(reasons)[:1]
     if result == "exact":
         whys = [f"{', '.join(dict.fromkeys(options))} refused: {why}" for why, options in sorted(reasons.items())]
-    else:
-        whys = sorted(reasons)[:1]
-    made = {"type": lines[0]["type"], "result": result, "reason": "; ".join(whys)}
     exact = [line for line in lines if line["result"] == "exact"]
     errors = {
         f"{error}, {dtype}": max(line[error] for line in exact if line["dtype"] == f"torch.{dtype}")
         for error in ("loss", "gradient")
         for dtype in sorted({line["dtype"].partition(".")[2] for line in exact})
     }
-    return {**made, "ranks": sorted({line["sp"] for line in lines}), **errors}
+    about = {"type": lines[0]["type"], "result": result, "reason": "; ".join(whys)}
+    return {**about, "ranks": sorted({line["sp"] for line in lines}), **errors}
 
 
 def table():
     runs = {
-        path.stem.removeprefix("sweep-"): {one["type"]: one for one in map(json.loads, path.read_text().splitlines())}
+        path.stem.removeprefix("sweep-"): {one["type"]: one for one in stored(path)}
         for path in sorted(RESULTS.glob("sweep-*.jsonl"))
     }
     rows = [f"| type | {' | '.join(runs)} | reason |", "| --- |" + " --- |" * (len(runs) + 1)]
     for kind in sorted({kind for found in runs.values() for kind in found}):
         found = [by_type.get(kind, {"result": "-", "reason": ""}) for by_type in runs.values()]
-        reasons = list(dict.fromkeys(one["reason"].replace("|", "/") for one in found if one["reason"]))
+        reasons = dict.fromkeys(one["reason"].replace("|", "/") for one in found if one["reason"])
         rows.append(f"| {kind} | {' | '.join(one['result'] for one in found)} | {' / '.join(reasons)} |")
     totals = []
     for version, by_type in runs.items():
         counts = Counter(one["result"] for one in by_type.values())
         ranks = sorted({sp for one in by_type.values() for sp in one["ranks"]})
+        on = f"{' and '.join(map(str, ranks))} rank{'s' * (ranks != [1])}"
         listed = ", ".join(f"{n} {result}" for result, n in counts.most_common())
-        totals.append(
-            f"transformers {version}, on {' and '.join(map(str, ranks))} rank{'s' * (ranks != [1])}: {listed}"
-        )
+        totals.append(f"transformers {version}, on {on}: {listed}")
     return ABOUT + "\n\n".join(totals) + "\n\n" + "\n".join(rows) + "\n"
 
 

@@ -1,7 +1,5 @@
 """A sample of the sweep: types that are in no other test, refused ones too, on one rank and on two; and its table."""
 
-import json
-
 import drive
 import judge
 import pytest
@@ -32,11 +30,6 @@ KINDS = {
 """The kinds of layers of hybrids."""
 
 
-@pytest.fixture(scope="module")
-def references(tmp_path_factory):
-    return str(tmp_path_factory.mktemp("references"))
-
-
 def check(kind, outcomes):
     for case, outcome in zip(judge.CASES, outcomes):
         partly = any(how in case for how in PARTLY.get(kind, ()))
@@ -46,16 +39,16 @@ def check(kind, outcomes):
 
 
 @pytest.mark.parametrize("kind", [*PARTLY, *REFUSED])
-def test_on_one_rank(references, kind):
-    check(kind, judge.judge(0, 1, kind, judge.CASES, references))
+def test_on_one_rank(kind):
+    check(kind, judge.judge(0, 1, kind, judge.CASES))
 
 
 @pytest.mark.parametrize("kind", EXACT)
-def test_on_two_ranks(pools, references, kind):
-    check(kind, drive.judged({2: pools(2)}, 2, kind, references))
+def test_on_two_ranks(pools, kind):
+    check(kind, drive.judged({2: pools(2)}, 2, kind))
 
 
-def test_what_is_wrong_is_found(monkeypatch, references):
+def test_what_is_wrong_is_found(monkeypatch):
     """A gradient that is a thousandth too large, in fp32 and in fp64."""
     plain = judge.verify.plain
 
@@ -64,7 +57,7 @@ def test_what_is_wrong_is_found(monkeypatch, references):
         return loss, {n: g * 1.001 if n.endswith("q_proj.weight") else g for n, g in grads.items()}
 
     monkeypatch.setattr(judge.verify, "plain", wrong)
-    (outcome,) = judge.judge(0, 1, "qwen3", ["packed, default"], references)
+    (outcome,) = judge.judge(0, 1, "qwen3", ["packed, default"])
     assert outcome["result"] == "wrong", outcome
     assert outcome["reason"].endswith("q_proj.weight"), outcome
 
@@ -72,9 +65,8 @@ def test_what_is_wrong_is_found(monkeypatch, references):
 def test_a_sweep_that_was_stopped_goes_on(monkeypatch, tmp_path, capsys):
     """With what is not judged yet, and with what was not as it should be."""
     results = {"llama": "exact", "bart": "refused", "opt": "wrong"}
-    outcome = [{"result": result, "reason": "a reason"} for result in results.values()]
-    by_kind = {kind: [one for _ in judge.CASES] for kind, one in zip(results, outcome)}
-    monkeypatch.setattr(drive, "judged", lambda pools, sp, kind, references: by_kind[kind])
+    by_kind = {kind: [{"result": result, "reason": "a reason"}] * len(judge.CASES) for kind, result in results.items()}
+    monkeypatch.setattr(drive, "judged", lambda pools, sp, kind: by_kind[kind])
     path = tmp_path / "sweep.jsonl"
     drive.sweep(["llama", "opt"], [1], path)
     assert "[2/2" in capsys.readouterr().out
@@ -101,12 +93,11 @@ def test_what_is_kept_of_other_types_stays(tmp_path):
 
     drive.keep({**outcome("opt", "refused"), **outcome("bart", "refused")}, path)
     drive.keep({**outcome("opt", "not built"), **outcome("llama", "refused")}, path)
-    kept = {one["type"]: one["result"] for one in map(json.loads, path.read_text().splitlines())}
-    assert list(kept.items()) == [("bart", "refused"), ("llama", "refused"), ("opt", "not built")]
+    kept = [(one["type"], one["result"]) for one in table.stored(path)]
+    assert kept == [("bart", "refused"), ("llama", "refused"), ("opt", "not built")]
 
 
 def test_the_table_is_what_was_measured():
     assert table.TABLE.read_text() == table.table()
     for path in table.RESULTS.glob("sweep-*.jsonl"):
-        results = {json.loads(line)["result"] for line in path.read_text().splitlines()}
-        assert results <= set(drive.GOOD), path.name
+        assert {line["result"] for line in table.stored(path)} <= {*drive.GOOD}, path.name
