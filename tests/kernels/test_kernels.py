@@ -142,21 +142,6 @@ def test_merge_with_a_set_without_keys_changes_nothing():
     got = merge(out.clone(), lse, randn(1, 2, 5, 4, seed=2), torch.full_like(lse, float("-inf")))
     assert torch.equal(got[0], out)
     assert torch.equal(got[1], lse)
-    rows = merge(out[0, 0].clone(), lse[0, 0], out[0, 1], lse[0, 1])  # the lessons merge one head's rows
-    assert torch.equal(rows[0], merge(out[:, :1].clone(), lse[:, :1], out[:, 1:], lse[:, 1:])[0][0, 0])
-
-
-@pytest.mark.parametrize("documents", [None, [0, 5, 6, 13, 14, 26]])
-def test_oracle_is_torchs_attention(documents):
-    """The oracle itself, against PyTorch's with an explicit mask built position by position."""
-    q, k, v, _ = make((2, 4, 2, 13, 8, None), torch.float64)
-    inside = torch.zeros(2, 1, 13, 13, dtype=torch.bool)
-    bounds = sorted({0, 13, 26, *(documents or [])})
-    for lo, hi in itertools.pairwise(bounds):
-        for i in range(lo, hi):
-            inside[i // 13, 0, i % 13, lo % 13 : i % 13 + 1] = True
-    want = scaled_dot_product_attention(q, k, v, attn_mask=inside, scale=0.3, enable_gqa=True)
-    assert worst(reference.attention(q, k, v, scale=0.3, documents=documents)[:1], [want]) < 1e-12
 
 
 @pytest.mark.parametrize("name", ON_CPU)
