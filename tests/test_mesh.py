@@ -3,10 +3,11 @@
 import os
 import subprocess
 import sys
+from unittest import mock
 
+import matrix
 import pytest
 import torch.distributed as dist
-from cases import attach, check_step, gradients, make_model, make_samples, plain_run
 from conftest import free_port
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -79,20 +80,16 @@ def test_a_mesh_of_any_layout_gives_the_ranks(ranks4):
     ranks4(from_meshes)
 
 
+CASE = matrix.Case("llama", "2x2")
+
+
 def step_on_columns(rank, world):
     """One step where a group's ranks are not neighbours: ranks 0 and 2 share a sample, and ranks 1 and 3."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sp", "dp"))
-    ctx = alstlib.SPContext.from_mesh(mesh)
+    ctx = alstlib.SPContext.from_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("sp", "dp")))
     assert (ctx.sp_rank, ctx.dp_rank) == (rank // 2, rank % 2)
-    with attach(make_model(), ctx) as handle:
-        mine = make_samples(2)[ctx.dp_rank]
-        (batch,) = alstlib.SPDataLoader([mine], ctx, replicated=True)
-        out = alstlib.causal_lm_loss(handle.model, batch)
-        out.loss.backward()
-        return out.mean.item(), gradients(handle.model, world)
+    with mock.patch.object(alstlib.SPContext, "create", return_value=ctx):
+        return matrix.run(rank, world, CASE)
 
 
 def test_ranks_of_a_group_need_not_be_neighbours(ranks4):
-    want = plain_run(make_model(), make_samples(2))
-    for got in ranks4(step_on_columns):
-        check_step(got, want)
+    matrix.check(ranks4(step_on_columns), CASE)

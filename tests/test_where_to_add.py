@@ -54,8 +54,10 @@ class Mixer(nn.Module):
         self.register_buffer("slopes", torch.linspace(0.1, 0.4, heads))
 
     def forward(self, hidden_states, **kwargs):
-        tokens = self.qkv(hidden_states).unflatten(2, (3, self.heads, -1)).unbind(2)
-        return decayed_attention(*tokens, self.slopes, block=4)[0].flatten(2), None
+        return decayed_attention(*self.tokens(hidden_states), self.slopes, block=4)[0].flatten(2), None
+
+    def tokens(self, hidden_states):
+        return self.qkv(hidden_states).unflatten(2, (3, self.heads, -1)).unbind(2)
 
 
 class Toy(Adapter):
@@ -74,7 +76,7 @@ class Toy(Adapter):
             return (-slopes * q.shape[1]).expand(q.shape[0], -1)[..., None, None]
 
         def over(hidden_states, **kwargs):
-            tokens = mixer.qkv(hidden_states).unflatten(2, (3, mixer.heads, -1)).unbind(2)
+            tokens = mixer.tokens(hidden_states)
             out = part("").mix(StateRule(kernel, decay), tokens, (mixer.slopes,), *tokens[1:], 4)
             return out.flatten(2), None
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
-import heapq
 from collections import Counter, defaultdict
 from pathlib import Path
 from threading import get_ident
@@ -126,68 +124,75 @@ class Watch(TorchDispatchMode):
 
     # ----- what kernels need
 
-    def _need(self, holds, kernel, message):
-        if not holds:
-            self.problems.append(f"{kernel}: {message}")
+    def need(self, kernel, given, needs):
+        """Note a problem for each of the needs (what it is called: whether it is met) that is not met, with the
+        arguments that were given."""
+        if not all(needs.values()):
+            told = {name: _told(value) for name, value in given.items()}
+            self.problems += [f"{kernel}: not {name}: {told}" for name, met in needs.items() if not met]
 
-    def _tensors(self, kernel, **tensors):
-        for name, t in tensors.items():
-            layout = f"{name} {list(t.shape)} with strides {t.stride()} from {t.storage_offset()}"
-            self._need(t.is_cuda, kernel, f"{name} is on {t.device}")
-            self._need(t.stride(-1) == 1, kernel, f"{layout}: the last dimension is not contiguous")
-            sixteen = [s * t.element_size() % 16 for s, n in zip(t.stride()[:-1], t.shape) if n > 1]
-            self._need(not any(sixteen), kernel, f"{layout}: strides are not multiples of 16 bytes")
-            self._need(t.storage_offset() * t.element_size() % 16 == 0, kernel, f"{layout}: not aligned to 16 bytes")
+    def need_tensors(self, kernel, **tensors):
+        for t in tensors.values():
+            strides = [s * t.element_size() for s, n in zip(t.stride()[:-1], t.shape) if n > 1]
             span = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride()))
-            self._need(span < 2**31, kernel, f"{layout}: it spans {span:,} elements, which 32 bits cannot count")
-        kinds = {n: t.dtype for n, t in tensors.items() if t.dtype != torch.float32 or n != "lse"}
-        kinds.pop("lse", None)
-        self._need(len(set(kinds.values())) == 1, kernel, f"dtypes differ: {kinds}")
-
-    def _heads(self, kernel, q, k, v, causal, at):
-        rows, keys, heads, kv = q.shape[at], k.shape[at], q.shape[3 - at], k.shape[3 - at]
-        self._need(heads % kv == 0 and v.shape[:-1] == k.shape[:-1], kernel, f"{heads} heads over {kv}")
-        self._need(not causal or rows == keys, kernel, f"causal with {rows} rows over {keys} keys")
-        self._need(q.shape[-1] % 8 == 0 == v.shape[-1] % 8, kernel, f"head widths of {q.shape[-1]}, {v.shape[-1]}")
+            needs = {
+                "on the device": t.is_cuda, "a contiguous last dimension": t.stride(-1) == 1,
+                "strides in multiples of 16 bytes": not any(s % 16 for s in strides),
+                "aligned to 16 bytes": t.storage_offset() * t.element_size() % 16 == 0,
+                "as many elements as 32 bits can count": span < 2**31,
+            }  # fmt: skip
+            self.need(kernel, tensors, needs)
+        self.need(kernel, tensors, {"one dtype": len({t.dtype for t in tensors.values()}) == 1})
 
     def _check(self, kernel, a):
         """`a` has the arguments by PyTorch's names."""
-        need, (kind, _, backward) = functools.partial(self._need, kernel=kernel), kernel.partition(" ")
-        q, k, v = a.query, a.key, a.value
-        self._tensors(kernel, q=q, k=k, v=v, **({"dout": a.grad_out, "out": a.out} if backward else {}))
+        kind, _, backward = kernel.partition(" ")
+        q, k, v, at = a.query, a.key, a.value, 1 if kind == "flash" else 2
+        self.need_tensors(kernel, q=q, k=k, v=v, **({"dout": a.grad_out, "out": a.out} if backward else {}))
         packed = kind == "flash" and a.cum_seq_q is not None
         if packed:
             q, k, v, offsets = q[None], k[None], v[None], a.cum_seq_q
-            right = offsets.dtype == torch.int32 and offsets.is_cuda
-            need(right, message=f"offsets {offsets.dtype} {offsets.device}")
-            need(0 < a.max_q <= q.shape[1], message=f"the longest document is {a.max_q} of {q.shape[1]}")
-        self._heads(kernel, q, k, v, a.is_causal, 1 if kind == "flash" else 2)
-        if backward:
-            lse = a.logsumexp
-            need(lse.dtype == torch.float32 and lse.is_contiguous(), message="lse is not fp32, contiguous")
+            needs = {
+                "offsets in int32 on the device": offsets.dtype == torch.int32 and offsets.is_cuda,
+                "a longest document inside": 0 < a.max_q <= q.shape[1],
+            }
+            self.need(kernel, vars(a), needs)
+        needs = {
+            "heads over those of keys": q.shape[3 - at] % k.shape[3 - at] == 0 and v.shape[:-1] == k.shape[:-1],
+            "as many rows as keys where causal": not a.is_causal or q.shape[at] == k.shape[at],
+            "head widths in multiples of 8": q.shape[-1] % 8 == 0 == v.shape[-1] % 8,
+        }
+        lse = a.logsumexp if backward else None
+        if lse is not None:
+            needs["lse in fp32, contiguous"] = lse.dtype == torch.float32 and lse.is_contiguous()
         if kind == "flash":
-            need(q.shape[-1] == v.shape[-1], message=f"head widths of {q.shape[-1]} and {v.shape[-1]}")
-            need(not 128 < q.shape[-1] < 192, message=f"a head width of {q.shape[-1]}, for which backward is wrong")
             shape = (q.shape[0], q.shape[2], q.shape[1])[packed:]
-            need(not backward or tuple(a.logsumexp.shape) == shape, message=f"lse is not {list(shape)}")
+            needs |= {
+                "one head width": q.shape[-1] == v.shape[-1],
+                "a head width for which backward is right": not 128 < q.shape[-1] < 192,
+                "lse's shape": lse is None or tuple(lse.shape) == shape,
+            }
         elif kind == "efficient":
-            need(q.shape[1] == k.shape[1] == v.shape[1], message="it takes no groups of heads")
-            need(not a.is_causal or q.shape[2] == k.shape[2], message="causal and not square")
-            if backward:
-                need(a.logsumexp.shape[2] % 32 == 0, message="lse is not padded")
-                rows = a.out.transpose(1, 2)[:1]
-                need(
-                    a.out.element_size() > 2 or rows.is_contiguous(),
-                    message=f"out with strides {a.out.stride()}: the kernel takes a token's heads to lie together",
-                )
+            needs["no groups of heads"] = q.shape[1] == k.shape[1] == v.shape[1]
+            if lse is not None:
+                together = a.out.element_size() > 2 or a.out.transpose(1, 2)[:1].is_contiguous()
+                needs |= {"lse padded": lse.shape[2] % 32 == 0, "the heads of a token of out together": together}
         else:
-            need(k.shape[2] > 1, message="a single key")
-            need(backward or (a.compute_log_sumexp and a.attn_bias is None), message="no logsumexp is asked for")
-            if backward:
-                need(a.logsumexp.storage_offset() % 4 == 0, message="lse is not aligned to 16 bytes")
-                need(a.philox_seed.is_cuda and a.philox_offset.is_cuda, message="the seed is not on the device")
+            needs["several keys"] = k.shape[2] > 1
+            if lse is None:
+                needs["asked for logsumexp"] = a.compute_log_sumexp and a.attn_bias is None
+            else:
+                seeded = a.philox_seed.is_cuda and a.philox_offset.is_cuda
+                needs |= {"lse aligned to 16 bytes": lse.storage_offset() % 4 == 0, "a seed on the device": seeded}
             layouts = (_strides(a.out), _strides(a.grad_out)) if backward else None
             self.graphs[backward or "forward", get_ident(), _key(q, k, v, a.is_causal)].add(layouts)
+        self.need(kernel, vars(a), needs)
+
+
+def _told(value):
+    if not isinstance(value, Tensor):
+        return value
+    return f"{value.dtype} {list(value.shape)} on {value.device}, {value.stride()} from {value.storage_offset()}"
 
 
 def _strides(t):
@@ -202,35 +207,29 @@ def _key(q, k, v, causal):
 # ----- a backward pass
 
 
+def _add(sums, key, g):
+    sums[key] = sums[key] + g if key in sums else g
+
+
 def _run(outputs, grads, inputs=None):
     """Back-propagate, a node that was made later first; gradients of leaves go to `.grad`, or those of `inputs` alone
     are returned by their id."""
-    pending = {}
-    order = []
-    nodes = {(i.grad_fn or i, i.output_nr): id(i) for i in inputs or ()}
-    found = {}
-
-    def give(node, number, g):
-        if node not in pending:
-            pending[node] = {}
-            heapq.heappush(order, (-node._sequence_nr(), id(node), node))
-        slots = pending[node]
-        slots[number] = g if number not in slots else slots[number] + g
-
+    pending: dict[Any, dict[int, Tensor]] = defaultdict(dict)
+    nodes, found = {(i.grad_fn or i, i.output_nr): id(i) for i in inputs or ()}, dict[int, Tensor]()
     for o, g in zip(outputs, grads):
         if o.grad_fn is not None:
-            give(o.grad_fn, o.output_nr, torch.ones_like(o) if g is None else g)
-    while order:
-        *_, node = heapq.heappop(order)
+            _add(pending[o.grad_fn], o.output_nr, torch.ones_like(o) if g is None else g)
+    while pending:
+        node = max(pending, key=lambda node: node._sequence_nr())
         got = pending.pop(node)
         found.update({key: got[number] for (at, number), key in nodes.items() if at is node and number in got})
         for child, number, g in _through(node, got):
             leaf = getattr(child, "variable", None)
             if leaf is None:
-                give(child, number, g)
+                _add(pending[child], number, g)
             elif inputs is not None:
                 if key := nodes.get((leaf, 0)):
-                    found[key] = g if key not in found else found[key] + g
+                    _add(found, key, g)
             else:
                 leaf.grad = g if leaf.grad is None else leaf.grad + g
                 for hook in (leaf._post_accumulate_grad_hooks or {}).values():
@@ -238,23 +237,23 @@ def _run(outputs, grads, inputs=None):
     return found
 
 
+def _tuple(made):
+    return made if isinstance(made, tuple) else (made,)
+
+
 def _through(node, got):
     """One node's backward -> (child, its output's number, gradient)."""
-    metadata = getattr(node, "_input_metadata", None)
-    given = [got.get(i) for i in range(len(metadata) if metadata else max(got) + 1)]
-    edges = list(node.next_functions)
+    given, edges = [got.get(i) for i in range(len(node._input_metadata))], node.next_functions
     with torch.no_grad():
         if hasattr(node, "_forward_cls"):  # a torch.autograd.Function
-            zeros = zip(given, metadata)
+            zeros = zip(given, node._input_metadata)
             given = [torch.zeros(tuple(m.shape), dtype=m.dtype, device=m.device) if g is None else g for g, m in zeros]
-            outs = node._forward_cls.backward(node, *given)
-            outs = outs if isinstance(outs, tuple) else (outs,)
+            outs = _tuple(node._forward_cls.backward(node, *given))
             outs = [g for g, need in zip(outs, node.needs_input_grad) if need]
             edges = [e for e in edges if e[0] is not None]
             assert len(outs) == len(edges), (type(node).__name__, len(outs), len(edges))
         else:
-            outs = node(*given)
-            outs = outs if isinstance(outs, tuple) else (outs,)
+            outs = _tuple(node(*given))
     made = []
     for (child, number), g in zip(edges, outs):
         if child is None or g is None:

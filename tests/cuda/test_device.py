@@ -42,16 +42,6 @@ def test_adamw_finds_the_state_that_its_own_first_step_would_make(masters, fused
     assert kinds[0]["step"][0].type == ("cuda" if fused else "cpu")
 
 
-@pytest.mark.parametrize(
-    "backend, kind", [("nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cpu"), ("cuda:nccl,cpu:gloo", "cpu")]
-)
-def test_integers_of_ranks_lie_where_nccl_can_send_from(monkeypatch, backend, kind):
-    config = str(dist.BackendConfig(dist.Backend(backend)))
-    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    assert mesh.SPContext(sp=2).wire == (torch.device("cuda", 3) if kind == "cuda" else torch.device("cpu"))
-
-
 def test_ranks_on_a_mac_run_on_the_cpu(monkeypatch):
     """PyTorch's accelerator there has no streams and no process group."""
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("mps"))

@@ -83,35 +83,32 @@ class Package:
         left, right, none = a.window_size_left, a.window_size_right, None if of_four else -1
         self.softcaps.add(a.softcap)
         self.packed += offsets is not None
-        right_rank = q.ndim == (4 if offsets is None else 3) and q.shape[0] == k.shape[0]
         needs = {
-            "widths differ": q.shape[-1] == k.shape[-1] == v.shape[-1],
-            f"keys {k.shape}, values {v.shape}": q.shape[-2] % k.shape[-2] == 0 and v.shape == k.shape,
-            f"queries {q.shape} and keys {k.shape}": right_rank,
+            "one width": q.shape[-1] == k.shape[-1] == v.shape[-1],
+            "heads over those of keys": q.shape[-2] % k.shape[-2] == 0 and v.shape == k.shape,
+            "queries like keys": q.ndim == (4 if offsets is None else 3) and q.shape[0] == k.shape[0],
         }
         if offsets is None:
-            needs["a window without offsets"] = (left, right) == (none, none)
+            needs["no window without offsets"] = (left, right) == (none, none)
         else:
             needs |= {
-                "offsets of queries and keys differ": offsets is a.cu_seqlens_k,
-                f"offsets {offsets.dtype} {offsets.device}": offsets.dtype == torch.int32 and offsets.is_cuda,
-                f"a longest of {a.max_seqlen_q}": 0 < a.max_seqlen_q == a.max_seqlen_k <= q.shape[0],
-                "documents that are not causal": bool(a.causal),
-                f"a window of {left} and {right}": left == none or left >= 0 == (right or 0),
-            }
+                "one tensor of offsets": offsets is a.cu_seqlens_k,
+                "offsets in int32 on the device": offsets.dtype == torch.int32 and offsets.is_cuda,
+                "a longest document inside": 0 < a.max_seqlen_q == a.max_seqlen_k <= q.shape[0],
+                "causal documents": bool(a.causal), "a window of the past": left == none or left >= 0 == (right or 0),
+            }  # fmt: skip
         made = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=CUDA)
         lse = torch.empty(shape, dtype=torch.float32, device=CUDA) if a.return_lse else None
-        out = (made, lse, None, None)
+        out, tensors = (made, lse, None, None), {}
         if "dout" in given:
-            right_lse = a.lse.dtype == torch.float32 and a.lse.is_contiguous() and tuple(a.lse.shape) == shape
-            needs[f"lse {a.lse.dtype} {a.lse.shape}"] = right_lse
-            out = tuple(torch.empty_like(t) for t in (q, k, v)) if of_four else None
-            for grad, like in () if of_four else ((a.dq, q), (a.dk, k), (a.dv, v)):
-                needs[f"a gradient {grad.shape}"] = grad.shape == like.shape and grad.stride(-1) == 1
-        tensors = {"dout": a.dout, "out": a.out} if "dout" in given else {}
-        self.watch._tensors(self.name, q=q, k=k, v=v, **tensors)
-        for message, holds in needs.items():
-            self.watch._need(holds, self.name, message)
+            tensors, out = {"dout": a.dout, "out": a.out}, tuple(torch.empty_like(t) for t in (q, k, v))
+            fits = a.lse.dtype == torch.float32 and a.lse.is_contiguous() and tuple(a.lse.shape) == shape
+            needs["lse in fp32, contiguous, by heads"] = fits
+            if not of_four:
+                given_back, out = zip((a.dq, a.dk, a.dv), (q, k, v)), None
+                needs["room for gradients"] = all(g.shape == t.shape and g.stride(-1) == 1 for g, t in given_back)
+        self.watch.need_tensors(self.name, q=q, k=k, v=v, **tensors)
+        self.watch.need(self.name, given, needs)
         return out
 
 
@@ -157,15 +154,19 @@ def test_installed_packages_are_those_that_were_read(name):
         assert [(p.name, p.default) for p in real] == [(p.name, p.default) for p in read], SIGNATURES[name][0]
 
 
-@pytest.mark.parametrize("capability, chosen", [(8, "flash"), (9, "flash_attention_3"), (10, "flash_attention_4")])
-def test_auto_takes_the_flash_attn_that_is_built_for_the_gpu(monkeypatch, capability, chosen):
+AUTO = {
+    8: ("flash", "flash", "flash", "blockwise", "blockwise"),
+    9: ("flash_attention_3",) * 5,
+    10: ("flash_attention_4", "flash", "flash_attention_4", "flash_attention_4", "blockwise"),
+}
+"""By compute capability, for heads of a width of 128, 192 and 256, and for those of 128 and 256 with a soft cap."""
+
+
+@pytest.mark.parametrize("capability", AUTO)
+def test_auto_takes_the_flash_attn_that_is_built_for_the_gpu(monkeypatch, capability):
     monkeypatch.setattr(backends, "_installed", lambda module: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
-    assert choose_backend("auto", torch.device("cuda"), torch.bfloat16, 128).name == chosen
-    wide = choose_backend("auto", torch.device("cuda"), torch.bfloat16, 192).name
-    assert wide == ("flash" if capability == 10 else chosen)
-    for width, softcap in ((128, True), (256, True), (256, False)):
-        found = choose_backend("auto", torch.device("cuda"), torch.bfloat16, width, softcap).name
-        lacks = capability == 8 or (capability == 10 and width == 256 and softcap)
-        assert found == (("blockwise" if softcap else "flash") if lacks else chosen)
-    assert choose_backend("sdpa", torch.device("cuda"), torch.bfloat16, 128, True).name == "blockwise"
+    forms = [(128, False), (192, False), (256, False), (128, True), (256, True)]
+    how = torch.device("cuda"), torch.bfloat16
+    assert tuple(choose_backend("auto", *how, *form).name for form in forms) == AUTO[capability]
+    assert choose_backend("sdpa", *how, 128, True).name == "blockwise"

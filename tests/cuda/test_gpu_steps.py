@@ -24,24 +24,16 @@ SPECS = sorted((ROOT / "papermill_runs" / "specs").glob("gpu-*.yaml"))
 
 def load(path):
     spec = importlib.util.spec_from_file_location("gpu", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["gpu"] = module  # dataclasses look there
+    sys.modules["gpu"] = module = importlib.util.module_from_spec(spec)  # dataclasses look there
     spec.loader.exec_module(module)
     return module
 
 
 gpu = load(ROOT / "env" / "gpu.py")
-
-
-def rows():
-    found = []
-    for path in SPECS:
-        spec = yaml.safe_load(path.read_text())
-        for row in spec["rows"]:
-            found.append(pytest.param(path, spec, row, id=f"{path.stem}/{row['name']}"))
-    return found
+ROWS = [
+    pytest.param(path.stem, spec, row, id=f"{path.stem}/{row['name']}")
+    for path in SPECS for spec in [yaml.safe_load(path.read_text())] for row in spec["rows"]
+]  # fmt: skip
 
 
 def test_every_spec_is_a_step_and_runs_on_one_gpu(tmp_path, monkeypatch):
@@ -73,46 +65,35 @@ def test_every_kernel_and_every_gpu_test_has_a_process_of_its_own():
         assert any(str(path) in command for command in commands.values()) == marked, path
 
 
-def run_of(spec, row):
-    return RunConfig.from_dict(spec["base"]).replace(**{n: v for n, v in row.items() if n not in ("name", "expect")})
-
-
-@pytest.mark.parametrize("path, spec, row", rows())
-def test_what_is_expected_is_what_the_planner_says(path, spec, row):
+@pytest.mark.parametrize("name, spec, row", ROWS)
+def test_what_is_expected_is_what_the_planner_says(name, spec, row):
     """Of kernels: what was published. An emulated rank has whole layers on the device where ZeRO-3 gathers them."""
     expect = row.get("expect", {})
     for wanted in expect.values():
         if isinstance(wanted, str) and ".." in wanted:
             low, high = gpu.bounds(wanted)
             assert low < high
-            assert low > 0 or path.stem in gpu.FIRST  # which has errors and percents
+            assert low > 0 or name in gpu.FIRST  # which has errors and percents
     if "device_peak_bytes.0" not in expect:
-        assert (
-            Path(spec.get("parameters", {}).get("worker", "")).stem
-            in ("time_kernels", "peers", "same_gradients", "timeline")
-            or "seq_len" in expect
-        )
+        worker = Path(spec.get("parameters", {}).get("worker", "")).stem
+        assert worker in ("time_kernels", "peers", "same_gradients", "timeline") or "seq_len" in expect
         return
-    run = run_of(spec, row)
-    gpus = run.emulate or 1
-    whole = read_shape(run.model.name, {}) if run.emulate else read_shape(run.model.name, run.model.config)
-    found = predict(
-        whole,
-        run.replace(
-            emulate=0, engine={"world_size": gpus, "sp": gpus}, **({"model.config": {}} if run.emulate else {})
-        ),
-        Machine(gpus=gpus),
-        run.data.seq_len,
-    )
+    run = RunConfig.from_dict(spec["base"]).replace(**{n: v for n, v in row.items() if n not in ("name", "expect")})
+    gpus, built, emulated = run.emulate or 1, run.model.config, run.emulate > 0
+    if emulated:
+        run = run.replace(**{"emulate": 0, "model.config": {}})
+    whole = read_shape(run.model.name, run.model.config)
+    run = run.replace(engine={"world_size": gpus, "sp": gpus})
+    found = predict(whole, run, Machine(gpus=gpus), run.data.seq_len)
     device = sum(n for kind, n in found.device.items() if kind not in ("CUDA context", "NCCL", "fragments"))
-    if run.emulate:
-        built = run.model.config["num_hidden_layers"]
-        device += 2 * (built * whole.layer_parameters + 2 * whole.embedding) - found.device["gathered weights"]
-        device -= found.device.get("checkpoints", 0) * (whole.layers - built) // whole.layers
+    if emulated:
+        layers = built["num_hidden_layers"]
+        device += 2 * (layers * whole.layer_parameters + 2 * whole.embedding) - found.device["gathered weights"]
+        device -= found.device.get("checkpoints", 0) * (whole.layers - layers) // whole.layers
         low, high = gpu.bounds(expect.get("emulated.projected.step_seconds", "0..1e9"))
         assert low < found.seconds["step"] < high
         if high < 1e9:  # a time is judged: the first step pins the host's memory, unless there is no time for two
-            assert run.optim.steps >= 2 or 2 * high * built / whole.layers > (run.limits.timeout or 0)
+            assert run.optim.steps >= 2 or 2 * high * layers / whole.layers > (run.limits.timeout or 0)
     low, high = gpu.bounds(expect["device_peak_bytes.0"])
     assert low < device < high < 1.6 * low
 
@@ -145,11 +126,8 @@ def test_no_step_can_end_the_others(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "steps_of", steps_of)
     assert gpu.main([str(tmp_path)]) == 1
     page = (tmp_path / "page.md").read_text()
-    for name, verdict in {
-        "nowhere": "FAILED: FileNotFoundError",
-        "tests/x": "as expected",
-        **{name: verdict for name, (*_, verdict) in STEPS.items()},
-    }.items():
+    verdicts = {name: verdict for name, (*_, verdict) in STEPS.items()}
+    for name, verdict in {"nowhere": "FAILED: FileNotFoundError", "tests/x": "as expected", **verdicts}.items():
         (line,) = [line for line in page.splitlines() if line.startswith(f"| {name} |")]
         assert line.split("|")[4].strip().startswith(verdict)
     assert "kernels.flash.runs True; device_peak_bytes.0 2.50GiB" in page

@@ -1,17 +1,16 @@
 """Recurrences over ranks by an exchange of tokens for heads, against loops over the whole sequence, in fp64."""
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
-from operators import gradients, leaf, randn, worst
 from test_pass_state import KEYS, RULES, TOLERANCE, VALUES, everywhere, gated, gated_inputs, mamba_inputs, on_rank
 
-from alstlib import SPContext
 from alstlib.linear.adapters.gated_delta import GatedDeltaRule
 from alstlib.linear.by_heads import by_heads
 from alstlib.linear.pass_state import pass_state
-from alstlib.linear.ways import Sent, StateLayer, way_of
+from alstlib.linear.ways import Sent, StateLayer
 from alstlib.planner.gpus import rates_of
 from alstlib.planner.state_ways import state_seconds
 from alstlib.ulysses.alltoall import Exchange
@@ -56,28 +55,22 @@ def test_bytes_on_the_wire_are_those_of_the_formula(pools, name, heads, groups):
 
 def in_half(rank, world):
     """Tokens of several dtypes: gates in fp32 with the rest in bf16, as models give them."""
-    tokens, _ = gated_inputs(1, 12, 3, 1)
-    mixed = [t.to(torch.float32 if t.ndim == 3 else torch.bfloat16) for t in tokens]
-    rows = slice(rank * 12 // world, (rank + 1) * 12 // world)
-    own = [leaf(t[:, rows]) for t in mixed]
 
-    def wide(*ts, initial_state=None):
-        assert [t.dtype for t in ts] == [t.dtype for t in mixed]
-        out, state = gated(*(t.double() for t in ts), initial_state=initial_state)
+    def inputs(*sizes):
+        return [t.to(torch.float32 if t.ndim == 3 else torch.bfloat16) for t in gated_inputs(*sizes)[0]], []
+
+    def wide(*tensors, **how):
+        assert [t.dtype for t in tensors] == [torch.bfloat16] * 3 + [torch.float32] * 2
+        out, state = gated(*(t.double() for t in tensors), **how)
         return out.bfloat16(), state
 
-    out = by_heads(GatedDeltaRule(wide), own, (), Exchange(SPContext.create(world).sp_group))[0]
-    dout = randn(1, 12, 3, VALUES, seed=9, dtype=torch.bfloat16)
-    out.backward(dout[:, rows])
-    want = gradients(lambda *ts: wide(*ts)[0], [leaf(t) for t in mixed], dout)
-    got = [t.grad for t in own]
-    return [t.dtype for t in got], worst([out.detach(), *got], [t[:, rows] for t in want], want)
+    with mock.patch.dict(RULES, {"in half": (inputs, wide, GatedDeltaRule(wide), (3, 1))}):
+        return on_rank(rank, world, "in half", (1, 12, None), ways=(by_heads,))
 
 
 def test_each_dtype_travels_as_it_is(pools):
-    for dtypes, error in pools(2)(in_half):
-        assert dtypes == [torch.bfloat16] * 3 + [torch.float32] * 2
-        assert error < 1e-2  # sums of two roundings to bf16
+    for result in pools(2)(in_half):
+        assert result["error"] < 1e-2  # sums of two roundings to bf16
 
 
 def test_more_ranks_than_heads_are_refused():
@@ -101,10 +94,3 @@ def test_seconds_of_the_ways():
     slow = seconds(nodes=True, passes=(3, 3))
     assert slow == [(8 * pair, 10 * 2 * (3 * pairs + 2 * forward)), (2 * 10 * 4 * there, 0)]
     assert state_seconds(layer, "pass", 10, 1, rates=rates) == (0, 0)
-
-
-def test_each_rank_gets_a_head_or_states_are_passed():
-    ways = {(option, ranks): way_of(option, 4, ranks) for option in ("auto", "heads", "pass") for ranks in (1, 2, 4, 5)}
-    assert {asked for asked, way in ways.items() if way == "heads"} == {
-        ("auto", 2), ("auto", 4), ("heads", 2), ("heads", 4)
-    }  # fmt: skip

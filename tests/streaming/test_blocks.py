@@ -1,8 +1,6 @@
 """Keys and values block by block: no byte in vain, and which rows later blocks see. The net of whole steps
 (tests/matrix.py) has the gradients."""
 
-import itertools
-
 import pytest
 import torch
 import zoo
@@ -10,7 +8,7 @@ from cases import attach, batch, step
 from operators import randn
 
 from alstlib.mesh import SPContext
-from alstlib.streaming.blocks import Blocks, first_seen
+from alstlib.streaming.blocks import Blocks
 from alstlib.ulysses.attention import UlyssesAttention
 
 LENGTH, BLOCK, LAYERS, HEADS, KV, WIDTH = 14, 4, 2, 4, 2, 8
@@ -36,19 +34,6 @@ def test_bytes_that_travel(window, documents, kept, visits, save):
     checkpoints = LAYERS * LENGTH * 4 * (HEADS * WIDTH + save * HEADS * (WIDTH + 1))
     assert sent == checkpoints + LAYERS * row * (kept + visits)
     assert fetched == checkpoints + LAYERS * row * visits * (4 if save else 5)
-
-
-def test_first_row_that_is_seen():
-    """Against a look at all pairs."""
-    for documents, window in itertools.product([None, [0, 10, 20], [0, 2, 7, 15, 20]], [None, 1, 2, 5]):
-        bounds = documents or [0, 10, 20]
-        document = [max(b for b in [*bounds, 10] if b <= i) for i in range(20)]
-        for end in range(1, 11):
-            seen = [
-                j for first in (0, 10) for i in range(end, 10) for j in range(end)
-                if document[first + j] == document[first + i] and (window is None or i - j < window)
-            ]  # fmt: skip
-            assert first_seen(documents, 2, 10, end, window) == min(seen, default=end), (documents, window, end)
 
 
 def test_attention_twice_in_a_layer():

@@ -7,7 +7,7 @@ from typing import Any
 import matrix
 import pytest
 import torch
-from cases import VOCAB, batch, make_model, peak, same, small_pages, step
+from cases import VOCAB, batch, check_step, make_model, peak, plain_step, same, small_pages, step
 from torch import nn
 
 import alstlib
@@ -65,25 +65,17 @@ def test_backward_runs_in_one_thread():
     assert many()
 
 
-@pytest.mark.parametrize("kind", ["gqa", "gpt2", "gemma2"])
-def test_one_input_in_two_gives_the_same_bits(kind):
-    """With dropout too: what is made again draws what the first pass drew."""
-    drop = {"resid_pdrop": 0.1, "embd_pdrop": 0.1} if kind == "gpt2" else {}
-    layers = {"n_layer" if kind == "gpt2" else "num_hidden_layers": LAYERS}
-    model, sample, found = make_model(kind, **drop, **layers), batch(LENGTH), []
-    tables = ROW if kind == "gpt2" else 2 * LENGTH * 8 * 4  # GPT-2 adds embeddings of positions to those of tokens
+def test_one_input_in_two_where_the_host_is_short():
+    """Gradients of such steps are compared in the net, by tiles that are not small."""
+    model, tables = make_model("gqa", num_hidden_layers=LAYERS), 2 * LENGTH * 8 * 4
     for every, rows in ((1, LAYERS + 3), (2, LAYERS // 2 + 3)):  # what is there of a layer's input at once
         budget = rows * ROW + tables
         assert share_travelling(budget, LAYERS, ROW, 1, False, tables) == (every, 0, budget)
-        with (
-            small_pages(),
-            alstlib.apply(model, None, options(host_memory=budget, on_host="hidden")) as handle,
-        ):
-            found.append(step(model, sample, seed=3)[1])
+        with small_pages(), alstlib.apply(model, None, options(host_memory=budget, on_host="hidden")) as handle:
+            step(model, batch(LENGTH))
             assert handle.plan.inputs_kept_every == every
             assert any("one in 2 is kept" in note for note in handle.notes) == (every > 1)
             assert handle.store.peak_nbytes <= budget
-    assert same(*found)
 
 
 @pytest.mark.parametrize("save", [True, False])
@@ -143,16 +135,15 @@ class Adapted(nn.Module):
 
 def test_embeddings_with_an_adapter_travel_as_a_whole():
     """On a GPU one part on the host and one on the device could not be added."""
-    model, found = make_model("gqa", num_hidden_layers=LAYERS), []
+    model = make_model("gqa", num_hidden_layers=LAYERS)
     model.set_input_embeddings(Adapted(model.get_input_embeddings()))
+    want = plain_step(model, batch(LENGTH))
     for where in ("none", "hidden+kv"):
         with small_pages(), alstlib.apply(model, None, options(on_host=where)):
             embeddings = model.get_input_embeddings()
             assert ("forward" in embeddings.__dict__) == (where != "none")
             assert not any("forward" in m.__dict__ for m in embeddings.modules() if m is not embeddings)
-            found.append(step(model, batch(LENGTH))[1])
-    for name, gradient in found[0].items():
-        assert torch.allclose(found[1][name], gradient, rtol=1e-5, atol=1e-7), name
+            check_step(step(model, batch(LENGTH)), want)
 
 
 def test_what_fails_in_the_middle_leaves_a_model_that_trains_on():
@@ -181,19 +172,6 @@ def test_a_host_that_is_too_small_is_refused_before_anything_starts():
         with pytest.raises(HostOutOfMemory, match="use a shorter sequence, more ranks"):
             step(model, batch(LENGTH))
     assert not runs
-
-
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        ({"chunk": None, "on_host": "hidden"}, "works on layers that run in chunks: give chunk too"),
-        ({"offload": False}, "it needs offload=True"),
-        ({"tiles": {"mlp": True, "norm": True}}, "needs the loss in tiles"),
-    ],
-)
-def test_places_that_nothing_takes(wrong, says):
-    with pytest.raises(ValueError, match=says):
-        options(**wrong)
 
 
 @pytest.mark.slow

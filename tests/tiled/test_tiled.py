@@ -1,7 +1,6 @@
 """Tiled compute against the untiled function, and TiledMLP against the modules that it stands in for."""
 
 import copy
-import operator
 
 import pytest
 import torch
@@ -114,18 +113,6 @@ def test_backward_runs_under_the_autocast_of_forward():
     assert (x.grad.dtype, w.grad.dtype) == (torch.float32, torch.float32)
 
 
-def test_each_gradient_arrives_once_and_in_backward():
-    """Defects 3 and 5 ("marked ready only once" under DDP): a weight's hook fires one time, with all tiles in it."""
-    (x, *params), fired = inputs_of(2, 13), []
-    for i, p in enumerate(params):
-        p.register_post_accumulate_grad_hook(lambda p, i=i: fired.append(i))
-    out = tiled(mlp_function, 2)(x, *params)
-    assert fired == []
-    assert all(p.grad is None for p in params)
-    out.sum().backward()
-    assert sorted(fired) == [0, 1, 2]
-
-
 def test_bad_tiles_and_functions():
     x = randn(2, 7, WIDTH)
     for tile in (0, -3, 2.5, True, None, "4"):
@@ -151,19 +138,16 @@ def test_default_tile_is_large_and_a_power_of_two():
 def test_several_outputs(tile, read):
     """A block of experts returns its router's scores too, [B * S, experts], and whole numbers without a gradient."""
 
-    def fn(x, *params):
+    def whole(x, *params):
         scores = (x.flatten(0, 1) @ params[0]).softmax(-1)
         return mlp_function(x, *params), scores, scores.topk(2).indices
 
-    def cut(x, *params):
-        return tiled_compute(lambda part: fn(part, *params), x, params, tile=tile)
+    def some(fn):
+        return lambda *ts: torch.cat([fn(*ts)[i].flatten() for i in (*read, 2)])
 
-    inputs = inputs_of()
-    one, other = (
-        lambda *ts, of=of: torch.cat([t.flatten() for t in operator.itemgetter(*read, 2)(of(*ts))]) for of in (cut, fn)
-    )
-    assert [t.shape for t in cut(*inputs)] == [t.shape for t in fn(*inputs)]
-    agree(one, other, inputs, randn(one(*inputs).numel(), seed=1))
+    inputs, cut = inputs_of(), tiled(whole, tile)
+    assert [t.shape for t in cut(*inputs)] == [t.shape for t in whole(*inputs)]
+    agree(some(cut), some(whole), inputs, randn(some(cut)(*inputs).numel(), seed=1))
 
 
 # ----- TiledMLP
@@ -225,12 +209,6 @@ def test_mlp_is_untiled(make, tile, layout, dtype):
     assert worst(got, want) < EXACT[dtype]
 
 
-@pytest.mark.parametrize("make", MLPS.values(), ids=MLPS)
-def test_mlp_on_an_input_without_grad(make):
-    """Defect 5: the weights', and the adapters', gradients arrive all the same."""
-    assert alike(TiledMLP(make(), 4), make(), X.detach())[1] is None
-
-
 def test_zero3s_hooks_see_an_input_that_needs_a_gradient():
     """ZeRO-3 gathers a leaf's weights for backward when its input's gradient is due: there has to be one."""
     seen = []
@@ -243,17 +221,13 @@ def test_zero3s_hooks_see_an_input_that_needs_a_gradient():
     assert seen == [True, False, False, False]
 
 
-def test_lora_gradients_reach_the_adapters_alone():
-    """Defect 5: LoRA weights inside are missed. Adapters put in before and after tiling both train."""
+def test_adapters_that_are_put_in_after_tiling():
+    """Defect 5: LoRA weights inside are missed. Of adapters put in before, `test_mlp_is_untiled` has the gradients."""
     from peft import LoraConfig, inject_adapter_in_model
 
     after = Block(TiledMLP(llama(), 4))
     inject_adapter_in_model(LoraConfig(r=2, target_modules=["gate_proj", "down_proj"]), after)
-    for mlp in (TiledMLP(lora(), 4), randomised(after.mlp, 0.5)):
-        alike(mlp, lora())
-        trained = {n for n, p in mlp.named_parameters() if p.grad is not None}
-        assert len(trained) == 4
-        assert all("lora_" in n for n in trained)
+    alike(randomised(after.mlp, 0.5), lora())
 
 
 class Masked(nn.Module):
@@ -301,16 +275,15 @@ def test_bf16_weight_gradients_do_not_lose_with_the_number_of_tiles():
 
 
 def test_names_and_state_stay_and_a_copy_is_a_model_of_its_own():
-    block, x, other = Block(gpt2()), leaf(randn(1, 7, WIDTH), needs=True), Block(gpt2())
-    names, before = list(block.state_dict()), block(x)
+    block, other, x = Block(gpt2()), Block(gpt2()), leaf(randn(1, 7, WIDTH), needs=True)
+    before = block(x)
     block.mlp = TiledMLP(block.mlp, 4)
-    assert list(block.state_dict()) == names
+    assert list(block.state_dict()) == list(other.state_dict())
     twin = copy.deepcopy(block)
     for copied in (twin, other):
         copied.load_state_dict({k: v * 2 for k, v in block.state_dict().items()})
-    alike(twin, other, x, torch.ones(1, 7, WIDTH, dtype=torch.float64))
+    alike(twin, other, x, torch.ones_like(x))
     assert worst([block(x)], [before]) < 1e-12
-    assert all(p.grad is None for p in block.parameters())
     block.mlp.c_proj.weight = nn.Parameter(torch.zeros(10, WIDTH, dtype=torch.float64))
     assert torch.equal(block.mlp(x)[0, 0], block.mlp.c_proj.bias), "a weight put in later is the one that is used"
     assert block.float()(x.float()).dtype == torch.float32

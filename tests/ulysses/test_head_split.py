@@ -1,7 +1,5 @@
 """Uneven heads: which rows of which heads a rank has. Tests on real ranks (test_ulysses.py) have their attention."""
 
-import itertools
-from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +7,7 @@ import torch
 
 from alstlib.ulysses.alltoall import whole_heads
 from alstlib.ulysses.head_layouts import Layouts, WholeHeads
-from alstlib.ulysses.head_split import Plan, Sample, Shares, balance, folded_rows, parts_of
+from alstlib.ulysses.head_split import Plan, Sample, balance, parts_of
 
 LAYOUTS = [
     (9, 3, 8),
@@ -56,20 +54,6 @@ def test_every_row_of_every_head_is_somewhere_once(heads, kv, ranks, documents):
         parts = parts_of(heads, ranks, plan.rank)
         assert sum(not p.whole for p in parts) <= 2
         assert {p.head * kv // heads for p in parts} == set(range(plan.kv.start, plan.kv.stop))
-
-
-def test_shares_are_a_partition():
-    cuts = [Fraction(i, 7) for i in range(8)]
-    for rows in ([1], [2], [3], [129], [200, 1, 5, 300, 7, 7, 128], [6] * 40, list(range(1, 150, 3))):
-        shares = Shares(rows)
-        found = [
-            (i, row)
-            for lo, hi in itertools.pairwise(cuts)
-            for i, a, b in shares.between(lo, hi)
-            for first, last in folded_rows(rows[i], a, b)
-            for row in range(first, last)
-        ]
-        assert sorted(found) == [(i, row) for i, n in enumerate(rows) for row in range(n)]
 
 
 def layouts(ranks):

@@ -32,7 +32,7 @@ def one_call(rank, world, case):
     op = UlyssesAttention(SPContext.create(world), case.get("attention", "sdpa"))
     *qkv, dout = (strided(t[:, :, mine]) for t in whole)
     qkv = [leaf(t, needs=n) for t, n in zip(qkv, needs)]
-    before, result = [t.detach().clone() for t in (*qkv, dout)], dict[str, Any]()
+    result = dict[str, Any]()
     with nan_memory(), counted(dist, "all_to_all", "all_to_all_single") as calls:
         saved = None
         if case.get("replay"):
@@ -46,23 +46,19 @@ def one_call(rank, world, case):
         out.backward(dout)
     got = [out, *(t.grad for t in qkv)]
     return {**result, "error": worst(got, [None if t is None else t[:, :, mine] for t in want], want),
-            "all bytes": op.exchange.bytes_sent, "forward calls": op.forward_calls,
-            "dtypes": {t.dtype for t in got if t is not None},
-            "untouched": all(torch.equal(a, b) for a, b in zip(before, (*qkv, dout)))}  # fmt: skip
+            "forward calls": op.forward_calls,
+            "dtypes": {t.dtype for t in got if t is not None}}  # fmt: skip
 
 
 def check(pool, case):
-    dtype = case.get("dtype", torch.float64)
-    results = pool(one_call, case)
-    for rank, result in enumerate(results):
+    for rank, result in enumerate(pool(one_call, case)):
+        dtype = case.get("dtype", torch.float64)
         # the stand-in output is made in fp64 or fp32: as exact as the rest
         assert result["error"] < {torch.bfloat16: 0.02, **EXACT}[dtype], (rank, result)
         assert result["forward calls"] == 1, (rank, result)
         assert result["dtypes"] == {dtype}, (rank, result)
-        assert result["untouched"], rank
         # a recompute neither exchanges nor attends: all of it is left to backward
         assert not case.get("replay") or result["calls"] == result["first"], (rank, result)
-    return results
 
 
 HEADS = [*((world, *heads) for world in (2, 4) for heads in ((4, 4), (4, 2), (4, 1), (8, 2))), (4, 3, 1),
@@ -116,24 +112,6 @@ FEW = {
 @pytest.mark.parametrize(("world", "case"), FEW.values(), ids=FEW)
 def test_a_few_of_a_kind(pools, world, case, replay):
     check(pools(world), {"heads": 4, "kv": 2, **case, "replay": replay})
-
-
-@pytest.mark.parametrize(("world", "kv"), [(2, 2), (4, 4), (4, 2), (2, 1)])
-def test_bytes_on_the_wire(pools, world, kv):
-    """With 8 query heads, 2 key/value heads and sp 2, each layer and step moves 52 heads of [S, D], and delta; the
-    reference moves 60. A key/value head that ranks share travels once to each of them."""
-    rows = 5
-    head = rows * WIDTH * 8 * (world - 1)  # bytes that a rank sends for each of its P-th of the heads
-    q, k = 8 // world, max(1, kv // world)
-    forward = (q + 2 * k) + q
-    delta = q / WIDTH
-    for replay, more in ((False, 0), (True, delta + q + 2 * k)):
-        expected = (forward + q + q + 2 * k + more) * head
-        for result in check(pools(world), {"heads": 8, "kv": kv, "rows": rows, "replay": replay}):
-            assert result["calls"][1] == forward * head
-            assert result["all bytes"] == expected
-    if (world, kv) == (2, 2):
-        assert expected == (52 + 8 / WIDTH) * rows * WIDTH * 8 * (world - 1) / world
 
 
 def test_without_grad_nothing_is_kept():
