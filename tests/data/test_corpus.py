@@ -74,10 +74,6 @@ def with_template(tokenizer, template):
     return tokenizer
 
 
-def documents(sample):
-    return sample["input_ids"].split(sample["document_lengths"])
-
-
 # ---- corpora
 
 
@@ -100,7 +96,7 @@ def test_local_text(tmp_path, caplog):
     corpus = load_corpus(str(tmp_path))
     assert corpus["text"] == ["first", "second"]
     assert "leaving 1 others" in caplog.text
-    assert load_corpus(str(tmp_path / "b.md"))["text"] == ["second"]
+    assert load_corpus(f"{tmp_path}/b.md")["text"] == ["second"]
 
 
 def test_local_jsonl_and_parquet(tmp_path):
@@ -279,14 +275,13 @@ def test_one_text_keeps_every_token_once(tokenizer):
 def test_packing_keeps_documents_whole(tokenizer):
     corpus = texts(5, 9, 3, 7, 4, 4)
     samples = make_samples(corpus, tokenizer, 16, packed=True, repeat=False)
-    assert len(samples) == 2
-    pieces = [p for s in samples for p in documents(s)]
-    assert all((p.diff() == 1).all() for p in pieces)  # no piece mixes two documents
-    assert sorted(t for p in pieces for t in p.tolist()) == sorted(t for row in corpus["input_ids"] for t in row)
-    lengths = {i: len(row) for i, row in enumerate(corpus["input_ids"], 1)}
-    for sample in samples:
-        cut = [p for p in documents(sample) if len(p) < lengths[int(p[0]) // 100]]
+    found = [s["input_ids"].split(s["document_lengths"]) for s in samples]
+    every = sorted(t for pieces in found for p in pieces for t in p.tolist())
+    assert every == sorted(t for row in corpus["input_ids"] for t in row)
+    for pieces in found:
+        cut = [p for p in pieces if p.tolist() not in corpus["input_ids"]]
         assert len(cut) <= 2  # the rest of one, and the beginning of another
+        assert all((p.diff() == 1).all() for p in cut)
 
 
 def test_packing_leaves_no_document_waiting_and_splits_long_ones(tokenizer):
@@ -299,12 +294,12 @@ def test_packing_leaves_no_document_waiting_and_splits_long_ones(tokenizer):
 
 
 def test_too_few_tokens(tokenizer, caplog):
-    with pytest.raises(ValueError, match="the corpus has 12 tokens, but one sample needs seq_len=50"):
-        make_samples(texts(5, 7), tokenizer, 50, repeat=False)
-    with pytest.raises(ValueError, match="it is empty"):
-        make_samples(Dataset.from_dict({"text": [""]}), tokenizer, 8)
-    with pytest.raises(ValueError, match="seq_len=0"):
-        make_samples(texts(5), tokenizer, 0)
+    for corpus, seq_len, message in (
+        (texts(5, 7), 50, "the corpus has 12 tokens, but one sample needs seq_len=50"),
+        (Dataset.from_dict({"text": [""]}), 8, "it is empty"), (texts(5), 0, "seq_len=0"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            make_samples(corpus, tokenizer, seq_len, repeat=False)
     for packed in (False, True):
         assert len(make_samples(texts(20, 10), tokenizer, 20, packed=packed)) == 1  # a pass is enough
         assert not caplog.records
@@ -357,7 +352,7 @@ def test_chats_and_texts_in_one_file(tokenizer, tmp_path):
     """Row by row: messages where there are some, text otherwise; a row with both is its messages."""
     rows = [{"text": "plain words"}, {"text": "rendered", "messages": CHAT[:2]}]
     (tmp_path / "mixed.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    corpus = load_corpus(str(tmp_path / "mixed.jsonl"))
+    corpus = load_corpus(f"{tmp_path}/mixed.jsonl")
     tokenizer = with_template(tokenizer, MARKED)
     found = [tokenize_row(row, tokenizer) for row in corpus]
     labelled = [tokenizer.decode(one.ids[one.labels != -100]) for one in found]

@@ -451,10 +451,12 @@ def test_each_sample_comes_once_on_other_ranks(ranks2, ranks4):
 
 
 def test_a_place_inside_a_step_is_not_continued_on_other_ranks():
-    loader, sp = _ordered(SPContext.create()), "sp=2, but this loader has 1"
+    loader = _ordered(SPContext.create())
     inside, after = ({**loader.state_dict(), "sp": 2} for _ in itertools.islice(loader, 2))
     assert (inside["samples"], after["samples"]) == (None, 4)
-    other, plain = _ordered(SPContext.create(), 3), SPDataLoader(build_loader("sampler"), SPContext.create(), 2)
-    for by, state, message in ((loader, inside, sp), (plain, after, sp), (other, after, "accumulation=2")):
+    for by, state, message in (
+        (loader, inside, "sp=2, but this loader has 1"), (_ordered(loader.ctx, 3), after, "accumulation=2"),
+        (SPDataLoader(build_loader("sampler"), loader.ctx, 2), after, "sp=2, but this loader has 1"),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=f"the saved state has {message}"):
             by.load_state_dict(state)
