@@ -1,18 +1,18 @@
 """The simulator chooses the kernel that a run on a GPU chooses, and a rule without torch foretells it."""
 
+import itertools
 from contextlib import nullcontext
 
 import pytest
 import torch
-import zoo
 from fake import fake_cuda
 from operators import error_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import alstlib
 from alstlib.config import RunConfig
-from alstlib.hf.support import check_model
 from alstlib.kernels.backends import choose_backend
+from alstlib.kernels.rule import Rule
 from alstlib.measure.simulate import simulate
 from alstlib.planner.activations import kernel_workspace
 from alstlib.planner.gpus import GPUS, rates_of
@@ -23,25 +23,19 @@ from alstlib.sizing import kernels_as_on, sdpa_kernel
 from alstlib.ulysses.attention import UlyssesAttention
 
 
-@pytest.mark.parametrize("name", zoo.MODELS)
-def test_one_kernel_for_every_decoder(name):
-    ctx = alstlib.SPContext()
-    attention = [a for call in check_model(zoo.build(name), ctx, "sdpa").calls for a in call.attention]
-    assert attention
-    for capability in (8, 9, 10):
-        op = UlyssesAttention(ctx)  # which keeps what it has chosen for a device
-        with fake_cuda((capability, 0)):
-            for a, dtype in ((a, dtype) for a in attention for dtype in (torch.bfloat16, torch.float32)):
-                chosen = []
-                for device, on in (("cuda:0", nullcontext()), ("cpu", kernels_as_on("cuda", capability))):
-                    q, k = (torch.empty(1, a.heads, 4, a.width, dtype=dtype, device=device) for _ in range(2))
-                    v = torch.empty(1, a.heads, 4, a.value_width, dtype=dtype, device=device)
-                    with on:
-                        rule = op.rule(q, k, v, softcap=a.kwargs.get("softcap"))
-                        chosen.append(op.backend_for(q, v.shape[-1], rule).name)
-                width, capped = max(a.width, a.value_width), bool(a.kwargs.get("softcap"))
-                chosen.append(sdpa_kernel("cuda", dtype.itemsize, width, capped, capability))
-                assert len(set(chosen)) == 1, (chosen, a.width, dtype, capability)
+@pytest.mark.parametrize("capability", [8, 9, 10])
+def test_one_kernel_for_every_width(capability):
+    """On the device, on a CPU that stands in for it, and by the rule."""
+    op = UlyssesAttention(alstlib.SPContext())  # which keeps what it has chosen for a device
+    widths, dtypes = (4, 8, 36, 64, 80, 128, 136, 192, 256, 512), (torch.bfloat16, torch.float32)
+    with fake_cuda((capability, 0)):
+        for width, dtype, softcap in itertools.product(widths, dtypes, (None, 2.0)):
+            chosen = {sdpa_kernel("cuda", dtype.itemsize, width, softcap is not None, capability)}
+            for device, on in (("cuda:0", nullcontext()), ("cpu", kernels_as_on("cuda", capability))):
+                with on:
+                    q = torch.empty(1, 2, 4, 4, dtype=dtype, device=device)
+                    chosen.add(op.backend_for(q, width, Rule(1.0, softcap=softcap)).name)
+            assert len(chosen) == 1, (chosen, width, dtype, softcap)
 
 
 def tiny(attention, **fields):
@@ -54,21 +48,24 @@ ON_CUDA = ["cudnn", "flash", "efficient"]
 """Kernels that a CPU has not."""
 
 
+OLDER, ON_CPU = {"capability": 8}, {"device": "cpu"}
+
+
 @pytest.mark.parametrize(
     "attention, dtype, how, kernel",
-    [("sdpa", "bf16", (), "cudnn"), ("sdpa", "bf16", ("cuda", 8), "flash"), ("sdpa", "fp32", (), "efficient"),
-     ("sdpa", "fp32", ("cuda", 8), "efficient"), ("sdpa", "bf16", ("cpu",), "cpu"),
-     *((name, "bf16", (), name) for name in [*ON_CUDA, "blockwise", "eager"]),
-     *((name, "bf16", ("cpu",), f"attention='{name}' does not run on cpu") for name in ON_CUDA),
-     ("cpu", "bf16", (), "attention='cpu' does not run on cuda")],
+    [("sdpa", "bf16", {}, "cudnn"), ("sdpa", "bf16", OLDER, "flash"), ("sdpa", "fp32", {}, "efficient"),
+     ("sdpa", "fp32", OLDER, "efficient"), ("sdpa", "bf16", ON_CPU, "cpu"),
+     *((name, "bf16", {}, name) for name in [*ON_CUDA, "blockwise", "eager"]),
+     *((name, "bf16", ON_CPU, f"attention='{name}' does not run on cpu") for name in ON_CUDA),
+     ("cpu", "bf16", {}, "attention='cpu' does not run on cuda")],
 )  # fmt: skip
 def test_a_simulated_step_runs_it(attention, dtype, how, kernel):
     """What the GPU chooses, or what is named; or says that it does not run there."""
     run = tiny(attention, dtype=dtype)
     if " " in kernel:
-        assert kernel in error_of(simulate, run, 2, *how)
+        assert kernel in error_of(simulate, run, 2, **how)
     else:
-        assert simulate(run, 2, *how).kernel == kernel
+        assert simulate(run, 2, **how).kernel == kernel
 
 
 def test_simulated_blocks_are_multiplied_as_on_the_device():
