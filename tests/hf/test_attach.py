@@ -206,17 +206,18 @@ def test_names_and_saved_form_stay(tmp_path, kind, tied):
     attached model, or its body, saves is the model."""
     model = make_model(kind, tie_word_embeddings=tied).eval()
     own, want, configs = model.config, model(IDS).logits, saved(model, tmp_path / "before")
+    attention = own._attn_implementation
 
-    def form():
-        return {n: t.data_ptr() for n, t in model.state_dict().items()}, own._attn_implementation, own.to_dict()
+    def weights():
+        return {n: t.data_ptr() for n, t in model.state_dict().items()}
 
-    before = form()
+    before = weights()
     with attach(model):
-        assert form() == before
+        assert weights() == before
         assert model.config is own
         for made_from in (own, copy.deepcopy(own), copy.deepcopy(model.base_model.config)):
             fresh = AutoModelForCausalLM.from_config(made_from)
-            assert (type(fresh.config), fresh.config._attn_implementation) == (type(own), before[1])
+            assert (type(fresh.config), fresh.config._attn_implementation) == (type(own), attention)
             fresh(IDS)
         assert saved(model, tmp_path / "while") == configs
         assert "alst" not in str(saved(model.base_model, tmp_path / "body"))

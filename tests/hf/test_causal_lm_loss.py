@@ -5,19 +5,15 @@ import torch
 from cases import (
     attach,
     batch_of,
-    by_own_names,
     check_refused,
     make_model,
-    make_samples,
     on_ranks,
     plain_step,
     sample_of,
-    wrap,
 )  # fmt: skip
-from operators import error_of
+from matrix import Average
 
 import alstlib
-from alstlib.config import RunConfig
 from alstlib.data.shard import shard_batch
 from alstlib.mesh import SPContext
 
@@ -47,25 +43,18 @@ def test_a_model_that_is_not_attached_is_refused():
         )
 
 
-def accumulated(rank, world, stage):
-    """What is said where the loader and the engine are told different numbers of micro-batches."""
-    ctx, model = SPContext.create(world), make_model()
-    attach(model, ctx, **OPTIONS)
-    fields = {"zero_stage": stage, "offload_optimizer": False, "dtype": "fp32", "accumulation": 2}
-    engine = wrap(model, f"zero{stage}", world, RunConfig.from_dict(by_own_names(fields)))
-    wrong = next(iter(alstlib.SPDataLoader(make_samples(4), ctx, accumulation=4, replicated=True)))
-    said = [error_of(alstlib.causal_lm_loss, engine, wrong), error_of(alstlib.block_step, engine, wrong, 4)]
-    engine.destroy()
-    return said
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_the_number_of_micro_batches_is_asked_of_the_engine(ranks2, stage):
-    message = (
+def test_the_number_of_micro_batches_is_asked_of_the_engine():
+    """The net of whole steps (tests/matrix.py) has DeepSpeed's engines, with the loss that they divide by it."""
+    engine, data = Average(make_model()), {**batch_of(LENGTH), "accumulation": 4}
+    engine.set_gradient_accumulation_boundary = engine.gradient_accumulation_steps = lambda: 2
+    says = (
         "the engine accumulates gradients over 2 micro-batches, but the loader counted the tokens of 4: give "
-        "SPDataLoader(accumulation=2), or zero_config(accumulation=4)"
+        r"SPDataLoader\(accumulation=2\), or zero_config\(accumulation=4\)"
     )
-    assert ranks2(accumulated, stage) == [[message] * 2] * 2
+    with attach(engine.module):
+        for run in (alstlib.causal_lm_loss, alstlib.block_step):
+            check_refused(says, run, engine, data)
+        alstlib.causal_lm_loss(engine, data, engine_divides_by=2)
 
 
 @pytest.mark.parametrize("divides", [1, 4])

@@ -142,14 +142,12 @@ def test_the_default_tile_takes_no_more_than_the_block_untiled(dtype, worth):
         gc.collect()  # models of earlier tests, which would be freed in between
         return peak_of_step(module, x)
 
-    ours, tiny = TiledExperts(block, None), TiledExperts(block, 7)
-    for tried in (ours, tiny):
-        peak(9, tried)
+    ours = TiledExperts(block, None)
+    peak(9, ours)
     with as_on(lambda width, element_bytes: 1):  # tiles as small as they may be
         for rows in (worth // 2, 2 * worth, 2 * worth + 1, 8 * worth):
             assert peak(rows, ours) <= peak(rows, block) + 2 * rows * 32 * dtype.itemsize, rows
         assert peak(8 * worth, ours) < 0.5 * peak(8 * worth, block)
-        assert peak(worth // 2, tiny) > 1.2 * peak(worth // 2, block), "the reading can tell"
         block.requires_grad_(False)
         assert ours._default_tile(torch.zeros(1, 9, 32, dtype=dtype)) == 1, "frozen: no sums"
 

@@ -261,18 +261,20 @@ def test_what_one_rank_refuses_ends_on_all(pools, world, engine):
     results = pools(world)(refused_alone, 2, engine, timeout=60)
     for messages, seconds, mean in results:
         assert len(messages) == (13 if world == 2 else 9)
-        assert [got for message, got in messages if message not in got] == []
+        for message, got in messages:
+            assert (message if world == 2 else message.partition(":")[0]) in got
         assert seconds < 20
         assert mean == results[0][2] > 0
     assert any(got.startswith("rank 1 refused: ValueError: position_ids of rank 1") for _, got in results[0][0])
 
 
 def attached_alone(index, world):
-    attached, ctx = [], SPContext.create(world)
-    for options, dropout in (({"chunk": 5 + 2 * index}, 0.0), ({"host_memory": 10**6 + index}, 0.0), ({}, 0.5 * index)):
-        model = make_model("gqa", attention_dropout=dropout)
-        attached.append(error_of(attach, model, ctx, **options))
-    return attached
+    ctx = SPContext.create(world)
+
+    def said(dropout=0.0, **options):
+        return error_of(attach, make_model("gqa", attention_dropout=dropout), ctx, **options)
+
+    return said(chunk=5 + 2 * index), said(host_memory=10**6 + index), said(0.5 * index)
 
 
 def test_options_that_differ_between_ranks_are_refused_on_all(ranks2):

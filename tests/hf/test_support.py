@@ -61,30 +61,24 @@ def attached(rank, world, name, how, packed):
             "notes": handle.notes, "kernel": handle.attention.backend_name}  # fmt: skip
 
 
-class Outcome:
-    """What was measured, by model."""
-
-    def __init__(self):
-        self.models: dict[str, Fields] = {}
-
-    def add(self, name, world, results):
-        one = self.models.setdefault(name, {"sp": {}, "notes": [], "kernel": results[0]["kernel"]})
-        for key in ("loss", "gradient"):
-            worst = one["sp"].setdefault(str(world), {})
-            worst[key] = max(worst.get(key, 0.0), *(r[key] for r in results))
-        one["notes"] = sorted({*one["notes"], *(n.split(": ", 1)[-1] for n in results[0]["notes"])})
+def add(models, name, world, results):
+    """What was measured, to that of the model."""
+    one = models.setdefault(name, {"sp": {}, "notes": [], "kernel": results[0]["kernel"]})
+    for key in ("loss", "gradient"):
+        worst = one["sp"].setdefault(str(world), {})
+        worst[key] = max(worst.get(key, 0.0), *(r[key] for r in results))
+    one["notes"] = sorted({*one["notes"], *(n.split(": ", 1)[-1] for n in results[0]["notes"])})
 
 
 @pytest.fixture(scope="module")
-def outcome():
-    made = Outcome()
+def models():
+    made: Fields = {}
     yield made
     if folder := os.environ.get("ALST_SUPPORT_OUT"):
         path = Path(folder) / f"transformers-{transformers.__version__}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         about = {"transformers": transformers.__version__, "torch": torch.__version__.split("+")[0], "git": git_state()}
-        text = {**about, "models": made.models}
-        path.write_text(json.dumps(text, indent=1, sort_keys=True) + "\n")
+        path.write_text(json.dumps({**about, "models": made}, indent=1, sort_keys=True) + "\n")
 
 
 CASES = [
@@ -95,10 +89,10 @@ CASES = [
 
 
 @pytest.mark.parametrize("name, world, packed, how", CASES)
-def test_model(pools, outcome, name, world, packed, how):
+def test_model(pools, models, name, world, packed, how):
     results = on_ranks(pools, world, attached, name, how, packed)
     for result in results:
         assert result["loss"] < 1e-6, result
         assert result["evaluation"] < 1e-6, result
         assert result["gradient"] < 1e-5, result
-    outcome.add(name, world, results)
+    add(models, name, world, results)

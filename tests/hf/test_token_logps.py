@@ -54,9 +54,8 @@ def exact(rank, world, name, data, temperature):
         data["labels"][:, 1:4] = twin(data["input_ids"]).logits.argmax(-1)[:, :3]  # some are right
         want, entropy, correct, mean = plain(twin, data, temperature)
         (want * weights).sum().backward()
-    given, grads, means = shard_batch(data, world, rank), gradients(twin), []
-    for of_tokens in (entropy, correct):
-        means.append(float(of_tokens.sum() / (want != 0).sum()))
+    given, grads, valid = shard_batch(data, world, rank), gradients(twin), int((want != 0).sum())
+    means = [float(of_tokens.sum()) / valid for of_tokens in (entropy, correct)]
     assert 0 < means[1] < 1
     for options in OPTIONS:
         with attach(model, ctx, **options), in_full():

@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from cases import worst_error
+from cases import on_ranks, worst_error
 from transformers.models.llama import modeling_llama
 
 from alstlib.measure import small, verify
 from alstlib.measure.deep import kinds_of_layers
 from alstlib.measure.simulate import decoder_layers
-from alstlib.runs import cli
 from alstlib.runs import verify as command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,65 +75,53 @@ def here(monkeypatch, pools):
 
     def run(function, ranks, worker, question):
         assert worker == verify.__name__
-        return [verify.verify(question)] if ranks == 1 else pools(ranks)(on_pool, question)
+        return on_ranks(pools, ranks, on_pool, question)
 
     monkeypatch.setattr(command, "run_on_ranks", run)
 
 
-def asked(capsys, *args):
-    code = cli.main(["verify", "--json", *args])
-    return code, json.loads(capsys.readouterr().out)
+@pytest.fixture
+def answer(alst):
+    """What programs read of `alst verify`; warnings come after it."""
+    return lambda line, status=0: json.JSONDecoder().raw_decode(alst(f"verify --json {line}", status))[0]
 
 
-@pytest.mark.parametrize(
-    "kind, options, layers, kinds",
-    [
-        ("llama", [], 2, 1),
-        ("gemma3_text", ["--chunk", "16K", "--set", "offload=sync", "--set", "on_host=hidden+kv"], 6, 2),
-        ("gpt_oss", ["--set", "save_attention=true"], 2, 2),
-        ("qwen3_moe", ["--block", "16384"], 2, 1),
-    ],
-)
-def test_models_that_are_equal(
-    here, tmp_path, capsys, kind, options, layers,
-    kinds,
-):  # fmt: skip
-    code, answer = asked(capsys, folder(tmp_path / kind, kind), *options)
-    assert (code, answer["verdict"]) == (0, "equal"), answer
-    assert [(c["sp"], c["sample"]) for c in answer["cases"]] == [(sp, s) for sp in (1, 2) for s in ("whole", "packed")]
-    assert all(c["loss"] < 1e-6 and c["gradient"] < 1e-5 for c in answer["cases"])
-    changes, config = answer["small"]["changes"], MODELS[kind]
-    assert changes["num_hidden_layers"] == [config["num_hidden_layers"], layers]
-    assert answer["small"]["layer_kinds"] == [kinds, kinds]
-    assert answer["small"]["heads"] == [config["num_attention_heads"], config["num_key_value_heads"]]
-    assert ("sliding_window" in changes) == (kind in ("gemma3_text", "gpt_oss"))
-    assert answer["tiles"]["tiles.mlp"] == [True, 5]
-    assert answer["cases"][0]["notes"] == []
+@pytest.mark.parametrize("kind, options, layers, kinds", [
+    ("llama", "", 2, 1), ("gemma3_text", "--chunk 16K --set offload=sync --set on_host=hidden+kv", 6, 2),
+    ("gpt_oss", "--set save_attention=true", 2, 2), ("qwen3_moe", "--block 16384", 2, 1),
+])  # fmt: skip
+def test_models_that_are_equal(here, tmp_path, answer, kind, options, layers, kinds):
+    found, config = answer(f"{folder(tmp_path / kind, kind)} {options}"), MODELS[kind]
+    cases, small = found["cases"], found["small"]
+    assert found["verdict"] == "equal", found
+    assert [(c["sp"], c["sample"]) for c in cases] == [(sp, s) for sp in (1, 2) for s in ("whole", "packed")]
+    assert all(c["loss"] < 1e-6 and c["gradient"] < 1e-5 for c in cases)
+    assert small["changes"]["num_hidden_layers"] == [config["num_hidden_layers"], layers]
+    assert small["layer_kinds"] == [kinds, kinds]
+    assert small["heads"] == [config["num_attention_heads"], config["num_key_value_heads"]]
+    assert ("sliding_window" in small["changes"]) == (kind in ("gemma3_text", "gpt_oss"))
+    assert (found["tiles"]["tiles.mlp"], cases[0]["notes"]) == ([True, 5], [])
 
 
-def test_the_pages_command(here, tmp_path, capsys):
+def test_the_pages_command(here, tmp_path, alst):
     page = (ROOT / "notebooks" / "training.md").read_text()
-    (line,) = re.findall(r"^    \.venv/bin/alst verify (\S+) (.*)$", page, re.MULTILINE)
-    assert line[0] == "meta-llama/Llama-3.1-8B"
+    ((model, options),) = re.findall(r"^    \.venv/bin/alst verify (\S+) (.*)$", page, re.MULTILINE)
+    assert model == "meta-llama/Llama-3.1-8B"
     path = folder(tmp_path / "llama", "llama")
-    assert cli.main(["verify", path, *line[1].split()]) == 0
-    first, *lines, last = capsys.readouterr().out.splitlines()
-    assert first == f"{path}: a step of a small model on 2 CPU ranks is compared with plain transformers"
-    shown = " ".join(" ".join(lines).split())
-    for text in ("hidden_size 4096 -> 256", "1 of 1 kinds of layers in their order, 32 query and 8 key/value heads",
+    said = " ".join(alst(f"verify {path} {options}").split())
+    for text in (f"{path}: a step of a small model on 2 CPU ranks is compared with plain transformers",
+                 "hidden_size 4096 -> 256", "1 of 1 kinds of layers in their order, 32 query and 8 key/value heads",
                  "chunk 4", "offload True", "1 whole equal ", "2 packed equal "):  # fmt: skip
-        assert text in shown, text
-    assert re.fullmatch(
-        r"equal: loss and every gradient are those of plain transformers, to \d\.\de-0[67] \(\d+ s\)", last
+        assert text in said, text
+    assert re.search(
+        r" equal: loss and every gradient are those of plain transformers, to \d\.\de-0[67] \(\d+ s\)", said
     )
 
 
 def test_a_model_that_mixes_tokens_in_its_own_code(tmp_path):
     """As its user runs it: real processes, and code that comes with the model."""
-    auto = {
-        "AutoConfig": "configuration_shifted.ShiftedConfig",
-        "AutoModelForCausalLM": "modeling_shifted.ShiftedForCausalLM",
-    }
+    auto = {"AutoConfig": "configuration_shifted.ShiftedConfig",
+            "AutoModelForCausalLM": "modeling_shifted.ShiftedForCausalLM"}  # fmt: skip
     path = folder(tmp_path / "shifted", "llama", model_type="shifted", auto_map=auto)
     of_config = (
         "from transformers import LlamaConfig\n\n\nclass ShiftedConfig(LlamaConfig):\n    model_type = 'shifted'\n"
@@ -153,18 +140,15 @@ def test_a_model_that_mixes_tokens_in_its_own_code(tmp_path):
     assert refused["refused"].endswith("; --trust-remote-code runs it")
 
 
-def test_a_module_that_mixes_tokens_is_named(here, monkeypatch, capsys):
+def test_a_module_that_mixes_tokens_is_named(here, monkeypatch, alst):
     forward = modeling_llama.LlamaMLP.forward
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda mlp, x: forward(mlp, x + x.mean(1, keepdim=True)))
-    assert cli.main(["verify", "tiny", "--sp", "1"]) == 1
-    out = capsys.readouterr().out
-    shown = " ".join(out.split())
-    assert "1 whole differs " in shown
-    assert "first in model.layers.0.mlp.gate_proj (Linear): its output is off" in shown
-    assert out.splitlines()[-1].startswith("differs: 2 of 2 cases; first in model.layers.0.mlp.gate_proj")
+    said = alst("verify tiny --sp 1", 1)
+    assert re.search(r"1 +whole +differs +", said)
+    assert "\ndiffers: 2 of 2 cases; first in model.layers.0.mlp.gate_proj (Linear): its output is off" in said
 
 
-def test_a_wrong_gradient_is_named(here, monkeypatch, capsys):
+def test_a_wrong_gradient_is_named(here, monkeypatch, answer):
     step = verify.attached_step
 
     def wrong(*args):
@@ -172,67 +156,53 @@ def test_a_wrong_gradient_is_named(here, monkeypatch, capsys):
         return loss, {n: g * 1.0001 if n.endswith("k_proj.weight") else g for n, g in grads.items()}
 
     monkeypatch.setattr(verify, "attached_step", wrong)
-    code, answer = asked(capsys, "tiny", "--sp", "1")
-    assert code == 1
-    first = answer["cases"][0]["first"]
+    first = answer("tiny --sp 1", 1)["cases"][0]["first"]
     assert (first["module"], first["what"]) == ("model.layers.1.self_attn.k_proj", "gradient of weight")
     assert first["error"] == pytest.approx(1e-4, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    "kind, args, reason",
-    [
-        ("rwkv", [], "(RwkvBlock) mixes tokens in another way than attention"),
-        ("t5", [], "transformers has no causal language model of the type t5"),
-        ("gpt2", [], "config.attn_pdrop=0.1 is not supported in attention; set it to 0 or None"),
-        ("llama", ["--attention", "flash"], "attention='flash' does not run on cpu"),
-        ("llama", ["--block", "4K", "--chunk", "4K"], "give only one of them"),
-        ("llama", ["--set", "ofload=sync"], "unknown field of Options 'ofload'; did you mean 'offload'?"),
-        ("llama", ["--config", "hidden_sizes=3"], "unknown field of model.config 'hidden_sizes'"),
-    ],
-)
-def test_what_is_refused(here, tmp_path, capsys, kind, args, reason):
-    assert cli.main(["verify", folder(tmp_path / kind, kind), "--sp", "1", *args]) == 2
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("refused: ")
-    assert reason in last
+@pytest.mark.parametrize("kind, options, reason", [
+    ("rwkv", "", "(RwkvBlock) mixes tokens in another way than attention"),
+    ("t5", "", "transformers has no causal language model of the type t5"),
+    ("gpt2", "", "config.attn_pdrop=0.1 is not supported in attention; set it to 0 or None"),
+    ("llama", "--attention flash", "attention='flash' does not run on cpu"),
+    ("llama", "--block 4K --chunk 4K", "give only one of them"),
+    ("llama", "--set ofload=sync", "unknown field of Options 'ofload'; did you mean 'offload'?"),
+    ("llama", "--config hidden_sizes=3", "unknown field of model.config 'hidden_sizes'"),
+])  # fmt: skip
+def test_what_is_refused(here, tmp_path, alst, kind, options, reason):
+    said = alst(f"verify {folder(tmp_path / kind, kind)} --sp 1 {options}", 2)
+    assert reason in said.partition("\nrefused: ")[2]
 
 
-def test_dropout_that_is_refused_may_be_set_to_zero(here, tmp_path, capsys):
-    code, answer = asked(capsys, folder(tmp_path / "gpt2", "gpt2"), "--sp", "1", "--config", "attn_pdrop=0")
-    assert code == 0
-    assert answer["small"]["changes"]["resid_pdrop"] == [0.1, 0.0]
+def test_dropout_that_is_refused_may_be_set_to_zero(here, tmp_path, answer):
+    found = answer(f"{folder(tmp_path / 'gpt2', 'gpt2')} --sp 1 --config attn_pdrop=0")
+    assert found["small"]["changes"]["resid_pdrop"] == [0.1, 0.0]
 
 
-def test_a_hub_name_without_a_network(monkeypatch, capsys):
-    import huggingface_hub.constants
-
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    assert cli.main(["verify", "someone/nothing"]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith(
-        "alst: model='someone/nothing' is not a folder here and could not be downloaded from the hub"
-    )
+def test_a_hub_name_without_a_network(monkeypatch, alst):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    told = alst("verify someone/nothing", 2)
+    why = "alst: model='someone/nothing' is not a folder here and could not be downloaded from the hub"
+    assert told.startswith(why)
     assert "without a network, name a folder that holds the model" in told
 
 
 def test_the_answer_of_several_ranks():
     """The worst of each case, and the module that is first on any rank; a crash of one rank is no proof."""
     wrong = {"sp": 2, "sample": "whole", "result": "wrong", "loss": 1.0, "gradient": 1.0, "reason": "gradient of x"}
-    late, early = (
-        {"module": m, "kind": "K", "what": "output", "error": 1.0, "order": o} for m, o in (("b", 7), ("a", 2))
-    )
-    made = command.together(
-        [{"cases": [{**wrong, "first": late}]}, {"cases": [{**wrong, "gradient": 2.0, "first": early}]}]
-    )
-    assert (made["cases"][0]["gradient"], made["cases"][0]["first"]["module"]) == (2.0, "a")
-    assert command.verdict(made) == (
-        "differs",
-        "1 of 1 cases; first in a (K): its output is off by 1.0e+00 of its norm",
-    )
+    late, early = ({"module": m, "kind": "K", "what": "output", "error": 1.0, "order": ord(m)} for m in "ba")
     crash = {**wrong, "result": "crash", "reason": "RuntimeError: no"}
-    made = command.together([{"cases": [{**wrong, "result": "exact"}]}, {"cases": [crash]}])
-    assert command.verdict(made) == ("fails", "sp 2, whole: RuntimeError: no")
+
+    def together(**other):
+        ranks = [{**wrong, "first": late}, {**wrong, **other}]
+        made = command.together([{"cases": [rank]} for rank in ranks])
+        return made["cases"][0], command.verdict(made)
+
+    case, verdict = together(gradient=2.0, first=early)
+    assert (case["gradient"], case["first"]["module"]) == (2.0, "a")
+    assert verdict == ("differs", "1 of 1 cases; first in a (K): its output is off by 1.0e+00 of its norm")
+    assert together(**crash)[1] == ("fails", "sp 2, whole: RuntimeError: no")
 
 
 # Small configs
@@ -246,18 +216,18 @@ def test_the_first_layers_keep_their_order():
     routed = transformers.DeepseekV3Config(first_k_dense_replace=3)
     with torch.device("meta"):
         kinds = kinds_of_layers(decoder_layers(transformers.AutoModelForCausalLM.from_config(routed)))
-    assert small.first_of_each(kinds) == 4
-    assert len(set(kinds)) == 2
+    assert (small.first_of_each(kinds), len({*kinds})) == (4, 2)
 
 
-def test_what_a_small_config_keeps():
-    config = transformers.Gemma2Config(num_attention_heads=12, num_key_value_heads=3, tie_word_embeddings=True)
-    made = small.shrunk(config)
-    assert (made.num_attention_heads, made.num_key_value_heads, made.tie_word_embeddings) == (12, 3, True)
-    assert (made.attn_logit_softcapping, made.final_logit_softcapping) == (2.0, 5.0)
-    routed = small.shrunk(transformers.Qwen3MoeConfig(num_experts_per_tok=1, norm_topk_prob=True))
-    assert (routed.num_experts, routed.num_experts_per_tok, routed.norm_topk_prob) == (4, 1, True)
-    assert small.shrunk(transformers.MistralConfig(sliding_window=None)).sliding_window is None
+@pytest.mark.parametrize("kind, fields, changed", [
+    ("Gemma2", {"num_attention_heads": 12, "num_key_value_heads": 3, "tie_word_embeddings": True},
+     {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}),
+    ("Qwen3Moe", {"num_experts_per_tok": 1, "norm_topk_prob": True}, {"num_experts": 4}),
+    ("Mistral", {"sliding_window": None}, {}),
+])  # fmt: skip
+def test_what_a_small_config_keeps(kind, fields, changed):
+    made = small.shrunk(getattr(transformers, f"{kind}Config")(**fields))
+    assert {name: getattr(made, name) for name in fields | changed} == fields | changed
 
 
 @pytest.mark.parametrize("part, pairs", [(1.0, 4), (0.75, 3), (0.4, 2)])
@@ -266,9 +236,8 @@ def test_rope_that_depends_on_the_length_changes_within_a_sample(part, pairs):
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": factors, "long_factor": factors,
             "partial_rotary_factor": part, "original_max_position_embeddings": 4096}  # fmt: skip
     config = transformers.Phi3Config(hidden_size=4096, num_attention_heads=32, rope_parameters=rope)
-    made = small.shrunk(config)
-    assert len(made.rope_parameters["long_factor"]) == pairs
-    assert made.rope_parameters["original_max_position_embeddings"] == small.LONGEST
+    made = small.shrunk(config).rope_parameters
+    assert (len(made["long_factor"]), made["original_max_position_embeddings"]) == (pairs, small.LONGEST)
     assert max(verify.sample(33, True)["document_lengths"][0]) == small.LONGEST < 33
 
 
@@ -277,8 +246,7 @@ def test_a_judge_in_fp64_stays_there_whatever_a_model_calls():
     x = torch.ones(3, dtype=torch.float64)
     with verify.in_full():
         made = [x.float(), x.to(torch.float32), x.type(torch.float32), x.type_as(x), torch.sum(x, dtype=torch.float32)]
-        assert {t.dtype for t in made} == {torch.float64}
-        assert x.type() == "torch.DoubleTensor"
+        assert {(t.dtype, t.type()) for t in made} == {(torch.float64, "torch.DoubleTensor")}
     assert x.type(torch.float32).dtype == torch.float32
 
 
