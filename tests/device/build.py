@@ -8,7 +8,6 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from unittest import mock
 
 import torch
 from torch.utils import cpp_extension
@@ -46,7 +45,10 @@ def load():
 
 def _build(name, folder):
     (folder / "lock").unlink(missing_ok=True)  # PyTorch's own, which a build that was killed leaves
-    with mock.patch.dict(os.environ, MAX_JOBS="1"):
+    with contextlib.ExitStack() as stack:
+        before = os.environ.get("MAX_JOBS")
+        stack.callback(lambda: os.environ.pop("MAX_JOBS") if before is None else os.environ.update(MAX_JOBS=before))
+        os.environ["MAX_JOBS"] = "1"
         cpp_extension.load(name, [str(SOURCE)], build_directory=str(folder), extra_cflags=["-O0", "-w"])
 
 

@@ -6,11 +6,10 @@ import gc
 import os
 from unittest import mock
 
-import matrix
 import pytest
 import torch
 import torch.distributed as dist
-from cases import make_model
+from cases import make_model, make_samples, plain_run, small_pages, worst_error
 from device import module
 from device.module import NEVER, device, late
 from mutate import mutated
@@ -19,9 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 import alstlib
 from alstlib import mesh
 from alstlib.config import RunConfig
+from alstlib.data.loader import SPDataLoader
 from alstlib.hf.zero_config import zero_config
 from alstlib.offload.courier import Courier
-from alstlib.offload.headroom import device_memory
+from alstlib.offload.headroom import SHARE, device_memory
 from alstlib.offload.host_store import HostStore, Ticket
 from alstlib.offload.ledger import Ledger, ran_out
 from alstlib.planner.model_shapes import read_shape
@@ -77,6 +77,55 @@ def counted(rank, world):
 
 def test_headroom_counts_the_device(late1):
     late1(counted)
+
+
+OPTIONS = {"tiles": {"mlp": 16, "norm": 16}}  # the loss makes the peak
+LENGTH = 128
+
+
+def kept(rank, world, chunk):
+    """The share of layers whose attention outputs steps keep on a device with room for half of them; a step that keeps
+    more would run out of memory."""
+    ctx, samples = alstlib.SPContext(), make_samples(1, length=LENGTH)
+    model = make_model("gqa", num_hidden_layers=4, vocab_size=1024)
+    _, want = plain_run(model, samples)
+    model = model.to(device())
+    (batch,) = SPDataLoader(samples, ctx, device=device())
+
+    def step():
+        model.zero_grad()
+        alstlib.causal_lm_loss(model, batch).loss.backward()
+
+    need = []
+    for save in (False, True):
+        with alstlib.apply(model, options=alstlib.Options(save_attention=save, chunk=chunk, **OPTIONS)):
+            step()
+            model.zero_grad()
+            with Ledger(device()) as ledger:
+                start = ledger.device_bytes
+                step()
+                need.append(ledger.device_peak - start)
+    output = LENGTH * (model.config.hidden_size + model.config.num_attention_heads) * 4  # with the logsumexp
+    assert need[1] - need[0] == 4 * output
+    model.zero_grad()
+    start = torch.get_device_module(device()).memory_allocated()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(module, "TOTAL", int((need[0] + 2.5 * output) / SHARE) + start))
+        handle = stack.enter_context(alstlib.apply(model, options=alstlib.Options(chunk=chunk, **OPTIONS)))
+        stack.enter_context(Ledger(device(), budget=start + need[0] + 3 * output))
+        shares = []
+        for _ in range(3):
+            step()
+            shares.append(handle.plan.attention_kept)
+            assert worst_error({n: p.grad.cpu() for n, p in model.named_parameters()}, want)[0] < 1e-5
+            model.zero_grad()
+    module.limit(1.0)  # of the whole device again
+    return shares
+
+
+@pytest.mark.parametrize("chunk", [None, 64])
+def test_attention_outputs_stay_on_the_device_as_far_as_they_fit(late1, chunk):
+    assert late1(kept, chunk) == [[0, 0.5, 0.5]]
 
 
 # ----- ranks
@@ -137,9 +186,6 @@ def test_a_time_is_that_of_what_has_been_done(late1):
 # ----- pinned memory
 
 
-HOST = matrix.Case("llama", "1x1", way="host", device="late")
-
-
 def pins(rank, world):
     """A device whose runtime PyTorch does not show pins by PyTorch's allocator; a step that keeps all on the host."""
     here = torch.get_device_module(device())
@@ -147,10 +193,28 @@ def pins(rank, world):
     runtime = here.cudart
     del here.cudart
     try:
-        host = HostStore("async", budget=2**20).lease((3, 5), torch.float64, pin=device())
+        store = HostStore("async", budget=2**20)
+        host = store.lease((3, 5), torch.float64, pin=device())
         assert host.is_pinned()
         assert host.shape == (3, 5)
-        matrix.check([matrix.run(rank, world, HOST)], HOST)
+        ctx, samples = alstlib.SPContext(), make_samples(1, length=41)
+        model = make_model("gqa")
+        _, want = plain_run(model, samples)
+        model = model.to(device())
+        chosen = alstlib.Options(
+            tiles={"mlp": True, "loss": 7, "norm": True},
+            offload=True,
+            save_attention=True,
+            chunk=5,
+            on_host="hidden+kv",
+        )
+        with alstlib.apply(model, options=chosen) as handle, small_pages(), late(NEVER):
+            for batch in SPDataLoader(samples, ctx, device=device()):
+                alstlib.causal_lm_loss(model, batch).loss.backward()
+            assert all(slab.bytes.is_pinned() for slab in handle.store.free)
+            assert handle.store.peak_nbytes > 0
+        assert worst_error({n: p.grad.cpu() for n, p in model.named_parameters()}, want)[0] < 1e-5
+        del host, store, handle, model
     finally:
         here.cudart = runtime
 

@@ -1,7 +1,8 @@
-"""The device on a CPU itself: refusals, memory, what is late for the host, and the record of collectives.
+"""The device on a CPU itself: refusals, memory, streams that are late, threads, and the record of collectives.
 
-That its values, random numbers and collectives are the CPU's is seen in whole steps (tests/test_matrix.py); that its
-streams are late, and that autograd has a thread for it, in steps with mistakes (test_late_mutations.py)."""
+That its values, random numbers and collectives are the CPU's is seen in whole steps (tests/test_matrix.py)."""
+
+import threading
 
 import pytest
 import torch
@@ -35,16 +36,21 @@ def test_tensors_of_two_devices_are_refused(late1):
 
 
 def memory(rank, world):
-    """What is allocated, and its peak, are read by `ledger` (test_late_accelerator.py)."""
+    here = torch.get_device_module(device())
+    before = here.memory_allocated()
     x = torch.empty(1000, device=device())
     assert x.isnan().all()
+    here.reset_peak_memory_stats()
     place = x.fill_(1).data_ptr()
     del x
+    assert here.memory_allocated() == before
     y = torch.empty(1000, device=device())
     assert y.data_ptr() == place  # at once
+    assert here.max_memory_allocated() - before == 4096
     assert y.isnan().all()
-    for nbytes in (0, 4000):  # as FSDP2 and ZeRO do between steps
-        y.untyped_storage().resize_(nbytes)
+    y.untyped_storage().resize_(0)  # as FSDP2 and ZeRO do between steps
+    assert here.memory_allocated() == before
+    y.untyped_storage().resize_(4000)
     assert y.isnan().all()
 
 
@@ -66,6 +72,81 @@ def pinned(rank, world):
 
 def test_pinned_memory_is_known(late1):
     late1(pinned)
+
+
+class Transfer:
+    """Values that a side stream takes to pinned memory and brings back."""
+
+    def __init__(self, without):
+        here = torch.get_device_module(device())
+        self.without, self.main, self.stream = without, here.current_stream(device()), here.stream
+        self.out, self.back = here.Stream(device()), here.Stream(device())
+
+    def wait(self, what):
+        return self.without != what
+
+    def __call__(self):
+        """Copies on the host, and what came back: ten tensors of each."""
+        arrived, returned = [], []
+        for i in range(10):
+            x = torch.full((512,), float(i), device=device())
+            x = x * 2 + 1
+            host = torch.empty(512, pin_memory=True)
+            if self.wait("out waits for compute"):
+                self.out.wait_stream(self.main)
+            with self.stream(self.out):
+                host.copy_(x, non_blocking=True)
+            sent = self.out.record_event()
+            if self.wait("x lives until its copy is done"):
+                self.main.wait_event(sent)
+            del x
+            other = torch.full((512,), -7.0, device=device())  # takes x's memory
+            del other
+            to = torch.empty(512, device=device())  # and this one takes it from there
+            if self.wait("back waits for compute"):
+                self.back.wait_stream(self.main)
+            if self.wait("back waits for out"):
+                self.back.wait_event(sent)
+            with self.stream(self.back):
+                to.copy_(host, non_blocking=True)
+            came = self.back.record_event()
+            if self.wait("compute waits for back"):
+                self.main.wait_event(came)
+            returned.append(to + 0)
+            if self.wait("the host waits for out"):
+                self.out.synchronize()
+            arrived.append(host.clone())
+            del to
+        self.out.synchronize()
+        return [torch.stack(arrived), torch.stack(returned).cpu()]
+
+
+def transfer(rank, world, without, delay):
+    """Whether the values are right, and whether a race was noted."""
+    want, raced = (torch.arange(10.0) * 2 + 1)[:, None].expand(10, 512), False
+    right = True
+    try:
+        with late(delay, seed=rank + 1):
+            for got in Transfer(without)():
+                right &= torch.equal(got, want)
+    except AssertionError:
+        raced = True
+    return right, raced
+
+
+WAITS = ["out waits for compute", "x lives until its copy is done", "back waits for compute", "compute waits for back"]
+
+
+@pytest.mark.parametrize("delay", [0, 300, NEVER])
+def test_copies_that_wait_are_right(late1, delay):
+    assert late1(transfer, "", delay) == [(True, False)]
+
+
+@pytest.mark.parametrize("without", WAITS)
+def test_a_missing_wait_gives_wrong_values(late1, without):
+    ((right, raced),) = late1(transfer, without, NEVER)
+    assert not right
+    assert raced == ("waits for compute" in without)
 
 
 def host_too_early(rank, world):
@@ -93,22 +174,80 @@ def test_the_host_reads_too_early_what_it_did_not_wait_for(late1):
     late1(host_too_early)
 
 
-def recorded(rank, world):
+def two_streams(rank, world):
+    """One side stream waits for another, for what it has brought to the host."""
+    here = torch.get_device_module(device())
+    for waits in (True, False):
+        with late(NEVER):
+            main, out, back = here.current_stream(), here.Stream(), here.Stream()
+            x, y = torch.ones(8, device=device()), torch.empty(8, device=device())
+            host = torch.zeros(8).pin_memory()
+            for side in (out, back):
+                side.wait_stream(main)
+            with here.stream(out):
+                host.copy_(x, non_blocking=True)
+            if waits:
+                back.wait_stream(out)
+            with here.stream(back):
+                y.copy_(host, non_blocking=True)
+                assert here.current_stream() == back
+            main.wait_stream(back)
+            assert y.sum().item() == 8 * waits
+
+
+def test_streams_wait_for_each_other(late1):
+    late1(two_streams)
+
+
+class Threads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, seen):
+        ctx.seen = seen
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.seen.append(threading.get_native_id())
+        return grad, None
+
+
+def threads(rank, world, single):
+    """Whether backward ran in the thread that called it: of a tensor on the CPU, of one on the device."""
+    cpu = []
+    own = []
+    with torch.autograd.set_multithreading_enabled(not single):
+        x = torch.ones(4).requires_grad_()
+        y = Threads.apply(Threads.apply(x, cpu).to(device()), own)
+        y.sum().backward()
+    return cpu == [threading.get_native_id()], own == [threading.get_native_id()]
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_autograd_has_a_thread_for_it(late1, single):
+    assert late1(threads, single) == [(True, single)]
+
+
+def recorded(rank, world, delay):
     group.calls()
-    group.delay(2000)
+    group.delay(delay)
     try:
         x = torch.ones(4, device=device())
         for _ in range(5):
             dist.all_reduce(x)
             dist.broadcast(x, 0)
+        worker = threading.Thread(target=lambda: dist.all_reduce(x[:2]))
+        worker.start()
+        worker.join()
     finally:
         group.delay(0)
-    return [(call.op, call.nbytes) for call in group.calls() if call.device]
+    calls = [call for call in group.calls() if call.device]
+    assert {call.thread for call in calls[:10]} == {threading.get_native_id()} != {calls[10].thread}
+    return [(call.op, call.nbytes) for call in calls]
 
 
 def test_the_order_of_collectives_is_recorded(late2):
-    first, second = late2(recorded)
-    assert first == second == [("allreduce", 16), ("broadcast", 16)] * 5
+    first, second = late2(recorded, 2000)
+    assert first == second == [("allreduce", 16), ("broadcast", 16)] * 5 + [("allreduce", 8)]
 
 
 def test_the_extension_is_not_loaded_here():
