@@ -311,3 +311,10 @@ def test_statistics_take_no_product_and_less_than_a_tile():
     (products, without), (products_too, peak) = run(None), run(Statistics())
     assert products == products_too > 0
     assert peak - without < 4 * tile * vocab / 2
+
+
+@pytest.mark.parametrize("head", ["linear", "deep"])
+def test_all_labels_masked_is_exactly_zero(head):
+    module = TiledHead(HEADS[head](), 4, ALL)
+    got = of_module(module, randn(2, 13, WIDTH).requires_grad_(), number(3.0), torch.full((2, 13), -100))
+    assert not any(g.any() for g in got)  # type: ignore[union-attr]
