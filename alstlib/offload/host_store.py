@@ -317,7 +317,7 @@ class HostStore:
 
     def _drop_one_below(self, nbytes: int) -> None:
         """Give back the largest smaller slab that holds nothing. No more than one: on an H200 pinning took 150 ms for
-        each GB, and a step that keeps more than the last had given back, and pinned again, 1.3 GB (`gpu-h200`)."""
+        each GB, and a step that keeps more than the last had given back, and pinned again, 1.3 GB (`gpu-timeline`)."""
         if smaller := [slab for slab in self.free if slab.bytes.numel() < nbytes]:
             self.free.remove(largest := max(smaller, key=lambda slab: slab.bytes.numel()))
             self.nbytes -= largest.bytes.numel()
