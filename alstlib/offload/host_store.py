@@ -299,10 +299,8 @@ class HostStore:
         if best is not None:
             self.free.remove(best)
             return best
-        if self.room() < nbytes:
-            self.trim()
-        elif not self._shorter:  # a longer sample's comes in the place of one that is too small
-            self._drop_one_below(nbytes)
+        if not self._shorter or self.room() < nbytes:
+            self.trim()  # what is free belongs to another length
         if not granted and (room := self.room()) < nbytes:
             raise HostOutOfMemory(
                 f"offload needs {nbytes:,} more bytes of host memory for this rank, and {room:,} are left; "
@@ -314,13 +312,6 @@ class HostStore:
         if self.on_slab is not None:
             self.on_slab(slab.bytes)
         return slab
-
-    def _drop_one_below(self, nbytes: int) -> None:
-        """Give back the largest smaller slab that holds nothing. No more than one: on an H200 pinning took 150 ms for
-        each GB, and a step that keeps more than the last had given back, and pinned again, 1.3 GB (`gpu-timeline`)."""
-        if smaller := [slab for slab in self.free if slab.bytes.numel() < nbytes]:
-            self.free.remove(largest := max(smaller, key=lambda slab: slab.bytes.numel()))
-            self.nbytes -= largest.bytes.numel()
 
     def trim(self) -> None:
         """Give back the slabs that hold nothing."""
