@@ -107,6 +107,7 @@ def test_sparse_pages_are_those_of_the_plain_version(name, kind):
         with attach(model, SPARSE, **how), in_full():
             found.append(step(model, sample))
         check_step(found[-1], want, 1e-12, 1e-12)
+        assert found[-1][1].keys() == want[1].keys()
         # tokens that both samples of a batch have are added up in another order
         bits = {n: g for n, g in found[-1][1].items() if "rows" not in kind or "embed_tokens" not in n}
         assert all(torch.equal(found[0][1][n], g) for n, g in bits.items())
@@ -116,7 +117,9 @@ def shared(rank, world, name, documents):
     model, ctx, sparse = build(name), SPContext.create(world), Sparse(top=1, page=4 * world)
     want = oracle(model, batch(50, documents), 2 * world, sparse)
     with attach(model, sparse, ctx, 2, **HOST):
-        return step_errors(step(model, batch(50, documents, world=world, rank=rank), ctx), want)
+        got = step(model, batch(50, documents, world=world, rank=rank), ctx)
+    assert got[1].keys() == want[1].keys()
+    return step_errors(got, want)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +209,9 @@ def test_a_score_of_the_user():
     model, sample = make_model("gqa", dtype=torch.float64), batch(40)
     with attach(model, Sparse(top=1, first=1, last=0, page=PAGE, score=oldest)):
         got = step(model, sample)
-    check_step(got, oracle(model, sample, CHUNK, Sparse(top=0, first=2, last=0, page=PAGE)), 1e-12, 1e-12)
+    want = oracle(model, sample, CHUNK, Sparse(top=0, first=2, last=0, page=PAGE))
+    assert got[1].keys() == want[1].keys()
+    check_step(got, want, 1e-12, 1e-12)
     assert shapes[0] == ([1, 4, 4, 8], [1, 2, 2, 8])
     with attach(model, Sparse(top=1, page=PAGE, score=lambda q, means: means.sum(-1)[0])):
         why = error_of(step, model, sample)
