@@ -137,13 +137,17 @@ def whole_model(run: RunConfig, device: str) -> Any:
             f"contrib.sparse={run.contrib.sparse} cannot be simulated: fake tensors have no values to choose pages by. "
             "`alst plan` knows what it takes; simulate without it, which takes the same memory"
         )
+    dtype = torch.bfloat16 if run.bf16(device == "cuda") else torch.float32
     with torch.random.fork_rng(devices=[]):  # a plan in a notebook changes no random numbers of it
-        model = load_model(run, torch.bfloat16 if run.bf16(device == "cuda") else torch.float32, shape_only=True)
+        model = load_model(run, dtype, shape_only=True)
     if run.model.lora is not None:
         from peft import LoraConfig, inject_adapter_in_model
 
         fields = {"task_type": "CAUSAL_LM", "target_modules": "all-linear", **run.model.lora}
         inject_adapter_in_model(LoraConfig(**fields), model)
+        for p in model.parameters():
+            if p.requires_grad:  # peft makes an adapter in fp32, and DeepSpeed trains it in its own dtype
+                p.data = p.data.to(dtype)
     return model
 
 

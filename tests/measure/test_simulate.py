@@ -11,7 +11,7 @@ import alstlib
 from alstlib.config import ROWS, RunConfig, row_config
 from alstlib.hf.models import load_model
 from alstlib.measure.deep import Deep
-from alstlib.measure.simulate import drop_gradients, simulate, step
+from alstlib.measure.simulate import drop_gradients, simulate, step, whole_model
 
 RUN = {
     "options": "plain", "model.name": "tiny", "data.seq_len": 512, "model.dtype": "fp32", "options.tiles.loss": True,
@@ -104,6 +104,13 @@ def test_tiles_are_those_of_the_device_that_is_simulated():
     """A GPU's tiles are larger; and this laptop's free memory does not count."""
     run = run_of(seq_len=8192)
     assert simulate(run, 1, "cuda").device_peak > 1.2 * simulate(run, 1, "cpu").device_peak
+
+
+def test_an_adapter_is_in_the_dtype_in_which_deepspeed_trains_it():
+    """In fp32, as peft makes it, each adapter's input would be copied in fp32 too: 2.2 GB more for an 8B in chunks."""
+    with torch.device("meta"):
+        model = whole_model(run_of(**{"model.dtype": "bf16", "model.lora": {"r": 4}}), "cuda")
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
 def test_a_large_model_on_a_laptop():
