@@ -37,8 +37,8 @@ FIRST = ("gpu-gradients", "gpu-timeline", "gpu-memory")
 """What most needs to be known, in less than ten minutes: are gradients right, do copies run beside kernels, and does a
 step take the memory that the planner says?"""
 ORDER = (
-    *FIRST, "gpu-kernels", "tests", "gpu-train", "gpu-rank-of-8", "gpu-500k", "gpu-1m", "gpu-offload", "gpu-ablation",
-    "gpu-peers",
+    *FIRST, "gpu-kernels", "tests", "gpu-train", "gpu-finetune", "gpu-rank-of-8", "gpu-500k", "gpu-1m", "gpu-offload",
+    "gpu-ablation", "gpu-peers",
 )  # fmt: skip
 """Specs, and the tests, the most informative first: do kernels run and how fast, are they right, does a step train."""
 KERNELS = (

@@ -53,12 +53,15 @@ def model_config(
     return config
 
 
+def has_random_weights(run: RunConfig) -> bool:
+    return run.model.name in SHAPES if run.model.random_weights is None else run.model.random_weights
+
+
 def load_model(run: RunConfig, dtype: torch.dtype, *, shape_only: bool = False) -> PreTrainedModel:
     """The run's model, in training mode: pre-trained, or with random weights that its seed decides. With `shape_only`
     nothing is read but its config (see `model_config`)."""
     config = model_config(run.model.name, run.model.config, run.model.trust_remote_code, shape_only=shape_only)
-    random = run.model.name in SHAPES if run.model.random_weights is None else run.model.random_weights
-    random = random or shape_only
+    random = shape_only or has_random_weights(run)
     if run.model.name in SHAPES and not random:
         raise ValueError(f"model='{run.model.name}' is a shape without weights: random_weights must be True")
     if random:

@@ -1,9 +1,10 @@
 """The worker that shows what a GPU does in one step, and when: `timeline.py --config config.json --out
 DIR`.
 
-PyTorch's profiler records a step of one rank (as `emulate` runs it), after a step that warms up; Perfetto opens
-trace.json. What share of the time of copies between device and host lies beside kernels? For how long does no kernel
-run, while something is copied or nothing is? On a CPU the operators stand in for kernels, and nothing is copied.
+PyTorch's profiler records a step of one rank (as `emulate` runs it), after two steps that warm up: the first measures
+what can be kept on the host, and the second pins memory for it. Perfetto opens trace.json. What share of the time of
+copies between device and host lies beside kernels? For how long does no kernel run, while something is copied or
+nothing is? On a CPU the operators stand in for kernels, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -151,8 +152,9 @@ def as_page(found: Mapping[str, Any], cuda: bool) -> list[str]:
 class Timeline(Emulation):
     def __call__(self) -> dict[str, Any]:
         run, batch = self.run, self.shard()
-        self.say(f"{run.data.seq_len:,} tokens: a step that warms up, and one that is recorded")
-        self.step(batch)
+        self.say(f"{run.data.seq_len:,} tokens: two steps that warm up, and one that is recorded")
+        for _ in range(2):
+            self.step(batch)
         wait_for(self.device)
         activity = ProfilerActivity.CUDA if self.device.type == "cuda" else ProfilerActivity.CPU
         with profile(activities=[activity]) as recorded:

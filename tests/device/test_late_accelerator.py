@@ -355,3 +355,25 @@ def test_a_run_trains_on_the_device_within_its_memory(late1, tmp_path):
     (result,) = late1(trained, tmp_path / "short", peak - 2**20)
     assert result["status"] == "oom"
     assert result["error"]["type"] == "OutOfMemoryError"
+
+
+def drawn(rank, world, limit):
+    from alstlib.hf import loading
+
+    here = torch.get_device_module(module.device())
+    gc.collect()
+    here.reset_peak_memory_stats()
+    before = here.memory_allocated()
+    module.limit(limit)
+    made = loading._whole(RunConfig(model={"name": "tiny"}), torch.float32, module.device())
+    module.limit(1.0)
+    taken = here.max_memory_allocated() - before
+    assert {p.device.type for p in made.parameters()} == {"cpu"}
+    assert here.memory_allocated() == before
+    return taken / sum(p.nbytes for p in made.parameters())
+
+
+@pytest.mark.parametrize("limit, share", [(1.0, 1), (1e-6, 0)])
+def test_random_weights_are_drawn_on_the_device_where_they_fit(late1, limit, share):
+    (taken,) = late1(drawn, limit)
+    assert taken >= 1 if share else taken < 0.5
