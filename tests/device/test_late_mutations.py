@@ -17,7 +17,7 @@ from mutate import changed, mutated
 import alstlib
 from alstlib import recompute
 from alstlib.data.loader import SPDataLoader
-from alstlib.hf import block_calls, block_step, causal_lm_loss, hidden_states, layer_runner
+from alstlib.hf import block_step, causal_lm_loss, hidden_states, layer_runner
 from alstlib.linear import adapter, by_heads, convolution, pass_state
 from alstlib.offload import checkpoints, courier, host_store, storage
 from alstlib.streaming import blocks, chunked, pages
@@ -195,7 +195,7 @@ MUTATIONS = {
         block_step.block_step, "in reversed(order) if train", "in order if train", DDP
     ),
     "blocks: one without tokens has a label": Mutation(
-        block_calls.without_tokens, "torch.full_like(like, IGNORE)", "torch.full_like(like, 5)", DDP
+        block_step.without_tokens, "torch.full_like(like, IGNORE)", "torch.full_like(like, 5)", DDP
     ),
     "loss: replicas are not counted": Mutation(
         causal_lm_loss.share_of, f"({SHARE}", f"({SHARE}".replace("world_size", "sp"), DDP
