@@ -248,7 +248,8 @@ def _row_dimension(value: Any, rows: int, layer: nn.Module) -> int | None:
     at = 0 if value.ndim == 1 else 1
     if value.requires_grad or (value.shape[at] != rows and (rows in value.shape or (at == 1 and value.shape[1] > 1))):
         raise ValueError(
-            f"{type(layer).__name__} takes an input {list(value.shape)} that cannot be cut into chunks; use chunk=None"
+            f"{type(layer).__name__} takes an input {list(value.shape)} that cannot be cut into chunks, or needs a "
+            "gradient; use chunk=None"
         )
     return at if value.shape[at] == rows else None
 

@@ -28,11 +28,8 @@ def test_unknown_models_name_what_there_is(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "llama").mkdir()
     (tmp_path / "config.json").write_text("{}")
-    unknown = (
-        "^model='{}' is not a folder here and could not be downloaded from the hub.*built-in shapes: tiny, small, ll"
-    )
     for name, says in (
-        ("someone/nothing", unknown.format("someone/nothing")),
+        ("tinny", "^model='tinny' is not a folder here and could not be downloaded .*built-in shapes: tiny, small, ll"),
         (tmp_path / "lama", f"lama' does not exist; did you mean '{tmp_path / 'llama'}'"),
         (tmp_path / "llama", "is a folder without config.json"),
         (tmp_path, "its config cannot be read"),
