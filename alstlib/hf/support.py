@@ -270,7 +270,10 @@ def check_attention(module: nn.Module, mask: Any, dropout: float, kwargs: dict[s
             f"{where} makes an attention mask by itself, and masks of the whole sequence are not supported"
         )
     if dropout:
-        raise ValueError(f"{where} has attention dropout {dropout}, which tiles cannot replay; set it to 0")
+        raise ValueError(
+            f"{where} has attention dropout {dropout}, which tiles cannot replay; set the config's attention_dropout, "
+            "attn_pdrop or attention_probs_dropout_prob to 0"
+        )
     if kwargs.get("position_bias") is not None:
         raise ValueError(f"{where} adds a position_bias to its scores, which is not supported")
     config, told = getattr(module, "config", None), kwargs.get("sliding_window")
