@@ -1,7 +1,7 @@
-"""Attach to a Hugging Face model and detach from it. This module, `support` and `logits` know transformers' internals.
+"""Attach to a Hugging Face model and detach from it. This module, `support` and `dry_run` know transformers' internals.
 
 `apply` uses transformers' own registration point for attention and swaps instances of modules (head, MLPs) that keep
-their parameters' names; hooks on the model carry what belongs to one call (documents, labels). Nothing global is
+their parameters' names; hooks on the model carry what belongs to one call (documents, labels). Nothing global stays
 patched, each model has its own registration, and `detach` takes all of it back.
 """
 
@@ -16,26 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.integrations import is_deepspeed_zero3_enabled
 
 from alstlib.data.agreement import Agreement
 from alstlib.hf.attention import attach_attention, attach_rotary
-from alstlib.hf.block_calls import STATE, attach_blocks
-from alstlib.hf.calls import CallAgreement, read_call
-from alstlib.hf.experts import MLPS, known, routes, takes_more, tiled_experts, unknown_experts
+from alstlib.hf.experts import MLPS, attach_routers, routes, tiled_experts, unknown_experts, why_untiled
 from alstlib.hf.handle import Handle
-from alstlib.hf.hidden_states import attach_hidden_states, travels
-from alstlib.hf.inputs import deal_out
-from alstlib.hf.layer_runner import attach_runners
-from alstlib.hf.logits import NoLogits, find_transform
+from alstlib.hf.hidden_states import attach_hidden_states, outside_layers, travels
+from alstlib.hf.inputs import STATE, agree, of_all_ranks, read_call
+from alstlib.hf.layer_runner import attach_blocks, attach_runners
+from alstlib.hf.logits import NoLogits
 from alstlib.hf.pass_state import Objective, PassState
-from alstlib.hf.routers import attach_routers, refuse_lost_gradients
 from alstlib.hf.support import check_model, check_shared, shared_weights
 from alstlib.hf.token_logps import OverRanks
-from alstlib.kernels.backends import BACKENDS
 from alstlib.linear.adapters import adapter_of, is_tokenwise
 from alstlib.linear.attach import attach_states
-from alstlib.mesh import ATTACHED, SPContext, own_device
+from alstlib.mesh import ATTACHED, SPContext
 from alstlib.options import Options
 from alstlib.recompute import begin, now
 from alstlib.tiled.compute import TiledMLP, TiledNorm, is_norm
@@ -64,12 +59,11 @@ def apply(model: PreTrainedModel, ctx: SPContext | None = None, options: Options
         ValueError: the model or an option cannot be run exactly; the message has the reason, and what would work.
     """
     ctx, options = ctx or SPContext(), options or Options()
-    _check_types(ctx, options)
     mine = {f"Options.{name}": value for name, value in vars(options).items() if name != "host_memory"}  # of each host
     if not isinstance(options.attention, str):  # an instance says its class: the address in its text is each rank's own
         mine["Options.attention"] = getattr(options.attention, "__name__", type(options.attention).__name__)
     with Agreement(ctx, "apply", mine, waits=True):
-        facts = check_model(model, ctx, options.attention)
+        facts = check_model(model, options.attention)
         unknown = "" if options.experts_by_token else unknown_experts(facts.layers)
         if unknown and (ctx.sp > 1 or options.chunk is not None):
             raise ValueError(unknown)
@@ -89,7 +83,7 @@ def apply(model: PreTrainedModel, ctx: SPContext | None = None, options: Options
             attach_runners(handle, layers)
         leaves = [m for m in model.modules() if getattr(m, "_z3_leaf", False)]
         shared = shared_weights(model, [*(layers if options.checkpoint else []), *leaves])
-        check_shared(shared, is_deepspeed_zero3_enabled())
+        check_shared(shared)
         attach_blocks(handle)
         attach_rotary(handle)
         attach_hidden_states(handle)
@@ -105,10 +99,9 @@ def apply(model: PreTrainedModel, ctx: SPContext | None = None, options: Options
             f"the model has {', '.join(drops)}: ranks with the same seed drop the same positions of their slices; seed "
             "each rank with seed + rank"
         )
-    lacking = -(handle.chunk or 0) % BACKENDS["cudnn"].granule
-    if lacking and own_device().type == "cuda":
+    if lacking := -(handle.chunk or 0) % facts.granule:
         handle.notes.append(
-            f"chunk={handle.chunk:,}: cuDNN's attention takes multiples of 256 tokens, such as "
+            f"chunk={handle.chunk:,}: cuDNN's attention takes multiples of {facts.granule} tokens, such as "
             f"{(handle.chunk or 0) + lacking:,}; this one is left to a kernel of about half its speed"
         )
     for note in handle.notes:
@@ -117,39 +110,25 @@ def apply(model: PreTrainedModel, ctx: SPContext | None = None, options: Options
     return handle
 
 
-def _check_types(ctx: Any, options: Any) -> None:
-    if not isinstance(ctx, SPContext):
-        raise ValueError(f"ctx={ctx!r} must be an SPContext, such as SPContext.create(sp=2), or None for one rank")
-    if not isinstance(options, Options):
-        raise ValueError(f"options={options!r} must be Options, such as alstlib.Options(chunk=16384), or None")
-    if ctx.sp > 1 and ctx.mesh is None:
-        raise ValueError(f"ctx={ctx} has no process group for its ranks: make it with SPContext.create(sp={ctx.sp})")
-
-
 # ----- tiled MLP and head
 
 
 def _attach_mlps(handle: Handle, layers: Sequence[nn.Module]) -> None:
     tile = handle.tile("mlp")
     for i, layer in enumerate(layers):
-        names = {*MLPS, *(["mixer"] if is_tokenwise(layer) else [])}
-        found = [(n, m) for n, m in layer.named_children() if n in names]
-        for name, m in layer.named_children() if found else ():
-            if (name == "experts" or hasattr(m, "experts")) and not any(m is mlp for _, mlp in found):
-                handle.notes.append(f"layer {i}: {name} ({type(m).__name__}) is not inside its MLP: left untiled")
-        if not found:
-            if not all(is_norm(m) or _only_mixes(m) for m in layer.children()):
-                handle.notes.append(f"layer {i} ({type(layer).__name__}) has no MLP module: left untiled")
-            continue
-        for name, mlp in found:
-            where = f"layer {i}: {name} ({type(mlp).__name__})"
-            if routes(mlp) and not (known(mlp) or handle.options.experts_by_token):
-                handle.notes.append(f"{where} may mix tokens (see Options.experts_by_token): left untiled")
-                continue
-            if routes(mlp) and takes_more(mlp):
-                handle.notes.append(f"{where} routes to experts by more than its tokens: left untiled")
-                continue
-            handle.swap(mlp, tiled_experts(mlp, tile) if routes(mlp) else TiledMLP(mlp, tile))
+        children = dict(layer.named_children())
+        mlps = {*MLPS, *(["mixer"] if is_tokenwise(layer) else [])} & set(children)
+        if not mlps and not all(is_norm(m) or _only_mixes(m) for m in children.values()):
+            handle.notes.append(f"layer {i} ({type(layer).__name__}) has no MLP module: left untiled")
+        for name, m in children.items() if mlps else ():
+            if name in mlps:
+                why = why_untiled(m, handle.options.experts_by_token)
+            else:
+                why = "is not inside its MLP" if name == "experts" or hasattr(m, "experts") else ""
+            if why:
+                handle.notes.append(f"layer {i}: {name} ({type(m).__name__}) {why}: left untiled")
+            elif name in mlps:
+                handle.swap(m, tiled_experts(m, tile) if routes(m) else TiledMLP(m, tile))
 
 
 def _only_mixes(module: nn.Module) -> bool:
@@ -170,8 +149,7 @@ _TINY = 2.0**-40
 
 
 def _attach_head(handle: Handle) -> None:
-    head = handle.model.get_output_embeddings()
-    transform = find_transform(handle.model)
+    head, transform = handle.model.get_output_embeddings(), handle.facts.transform
     if transform is None:
         handle.notes.append(f"{type(handle.model).__name__} transforms its logits in an unknown way: loss left untiled")
         return
@@ -180,23 +158,21 @@ def _attach_head(handle: Handle) -> None:
     factor = 1.0 if transform.is_identity else _TINY
 
     def labels_of_call(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        if (state := handle.state) is None:
+        if (state := handle.state) is None or state.inputs.labels is None:
             return args[:1]
         asked = state.objective
-        labels = state.inputs.labels
-        return args[0], labels, asked.by_token, asked.statistics, asked.label_smoothing, asked.look
+        return args[0], state.inputs.labels, asked.by_token, asked.statistics, asked.label_smoothing, asked.look
 
     def shrink(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
-        return out * factor if factor != 1.0 and len(args) > 1 and args[1] is not None else out
+        return out * factor if len(args) > 1 else out
 
-    tiled.register_forward_pre_hook(labels_of_call)
+    tiled.register_forward_pre_hook(labels_of_call)  # copies of the head that an adapter makes have the hooks too
     tiled.register_forward_hook(shrink)
     tiled.unshrink = 1.0 / (factor * transform.scale)
     handle.swap(head, tiled)
-    inside = {id(m) for layer in handle.facts.layers for m in layer.modules()}
-    for norm in [m for m in handle.model.base_model.modules() if is_norm(m) and id(m) not in inside]:
-        tile = handle.options.tile("norm")
-        handle.swap(norm, TiledNorm(norm, None if isinstance(tile, bool) else tile))
+    asked = handle.options.tile("norm")
+    for norm in [m for m in outside_layers(handle) if is_norm(m)]:
+        handle.swap(norm, TiledNorm(norm, None if isinstance(asked, bool) else asked))
 
 
 def _stop_own_checkpointing(handle: Handle) -> None:
@@ -236,11 +212,19 @@ def _attach_calls(handle: Handle, shared: list[tuple[str, nn.Parameter]]) -> Non
             return None
         if torch.is_grad_enabled():
             check_shared(shared)
-        state = kwargs.pop(STATE, None)  # of a block: `block_step` has checked the whole batch and dealt it out
+        state = kwargs.pop(STATE, None)
+        if args:
+            kwargs["input_ids"] = args[0]
         if state is None:
-            state, args = _state_of(handle, args, kwargs)
+            with agree(handle, "a call of the model", {}, kwargs, own_group=True) as agreement:
+                if len(args) > 1:
+                    raise ValueError("give the model's inputs by name: input_ids=..., shift_labels=...")
+                state = read_call(handle, kwargs, Objective(), handle.chunk, agreement)
+        if state.blocks is None:  # `block_step` has exchanged those of the whole batch
+            inputs = of_all_ranks(kwargs, state.inputs, handle.chunk, handle.facts, handle.ctx)
+            state = replace(state, inputs=inputs, travels=travels(handle, inputs, kwargs))
         begin(replace(state, outer=now()))
-        return args, kwargs
+        return (), kwargs
 
     @torch.compiler.disable
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
@@ -248,27 +232,12 @@ def _attach_calls(handle: Handle, shared: list[tuple[str, nn.Parameter]]) -> Non
         if state is not None:
             begin(state.outer)
         if out is None or state is None or state.inputs.labels is None:  # no output: the call failed
-            return refuse_lost_gradients(handle, out)
+            return out
         return _output(handle, state, out)
 
     handle.edits.hook(model, model.register_forward_pre_hook(before, with_kwargs=True))
     handle.edits.hook(model, model.register_forward_hook(after, with_kwargs=True, always_call=True))
     handle.edits.set(model, ATTACHED, weakref.ref(handle))
-
-
-def _state_of(handle: Handle, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[PassState, tuple[Any, ...]]:
-    """The pass that a call of the model begins, and what is left of the call's arguments by place; what is ours leaves
-    `kwargs`."""
-    if kwargs.get("agreed"):
-        state = read_call(handle, args, kwargs, handle.chunk)
-    else:
-        with CallAgreement(handle, "a call of the model", {}, kwargs, own_group=True) as agreement:
-            state = agreement.note(read_call(handle, args, kwargs, handle.chunk))
-    if state.inputs.striped:
-        assert handle.chunk is not None
-        state = replace(state, inputs=deal_out(args, kwargs, state.inputs, handle.chunk, handle.ctx))
-        args = ()
-    return replace(state, travels=travels(handle, state.inputs, kwargs)), args
 
 
 def _output(handle: Handle, state: PassState, out: Any) -> Any:
@@ -285,11 +254,11 @@ def _output(handle: Handle, state: PassState, out: Any) -> Any:
     if asked.temperature is not None:
         return type(out)(logits=_in_order(handle, state, total))
     tokens, more = (labels != IGNORE).sum(), {}
-    if asked.router is not None and not (state.blocks is not None and state.blocks.making):
+    if state.router is not None and not (state.blocks is not None and state.blocks.making):
         given = inputs.divisor if asked.router_tokens is None else asked.router_tokens
         share = tokens if given is None else torch.as_tensor(given / ctx.sp, device=total.device)
-        total = asked.router.add_to(total, share)
-        more["aux_loss"] = asked.router.value
+        total = state.router.add_to(total, share)
+        more["aux_loss"] = state.router.value
     if asked.reduction != "sum":
         if ctx.sp > 1:  # the same on all ranks of a group: that of their whole samples, as if one rank had them
             both = OverRanks.apply(torch.stack([total.double(), tokens.double()]), ctx)
@@ -316,14 +285,13 @@ def _untiled(logits: Tensor, labels: Tensor, asked: Objective) -> Tensor:
 
 def _in_order(handle: Handle, state: PassState, logps: Tensor) -> Tensor:
     """Log-probabilities [B, L], and statistics, in the order of the tokens of this rank's slice."""
-    chunk, found = handle.chunk, state.objective.statistics
+    chunk, found, ctx = handle.chunk, state.objective.statistics, handle.ctx
     if not state.inputs.striped or chunk is None:
         return logps
     if found is not None:
-        found.entropy = unstripe(found.entropy, chunk, handle.ctx)
-        found.correct = unstripe(found.correct.to(torch.uint8), chunk, handle.ctx).bool()
-        found.mean = unstripe(found.mean, chunk, handle.ctx)
-    return unstripe(logps, chunk, handle.ctx)
+        found.entropy, found.mean = (unstripe(t, chunk, ctx) for t in (found.entropy, found.mean))
+        found.correct = unstripe(found.correct.to(torch.uint8), chunk, ctx).bool()
+    return unstripe(logps, chunk, ctx)
 
 
 def _attach_generation(handle: Handle) -> None:
@@ -339,8 +307,4 @@ def _attach_generation(handle: Handle) -> None:
         with handle.as_its_own():
             return original(*args, **kwargs)
 
-    def resize_token_embeddings(*args: Any, **kwargs: Any) -> Any:
-        raise ValueError("resize_token_embeddings() works on the model's own head: call detach() first, then apply()")
-
     handle.edits.set(model, "generate", generate)
-    handle.edits.set(model, "resize_token_embeddings", resize_token_embeddings)

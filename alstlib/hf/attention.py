@@ -10,7 +10,6 @@ import weakref
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 
@@ -74,7 +73,7 @@ def _view(handle: Handle, config: PreTrainedConfig, name: str, views: dict[int, 
         "_attn_implementation": property(implementation, kind._attn_implementation.fset),
     }  # fmt: skip
     inside = {n: _view(handle, v, name, views) for n, v in vars(config).items() if isinstance(v, PreTrainedConfig)}
-    fields.update({n: property(functools.partial(lambda n, _: inside[n], n)) for n in inside})
+    fields.update({n: property(functools.partial(lambda one, _: one, one)) for n, one in inside.items()})
     made: Any = object.__new__(type(kind.__name__, (kind,), fields))
     made.__dict__ = config.__dict__
     views[id(config)] = made
@@ -89,50 +88,23 @@ def _one_dtype(*tensors: Tensor) -> list[Tensor]:
     return [t.to(dtype) for t in tensors]
 
 
-def tokens_along(position_ids: Tensor) -> int:
-    """The dimension of tokens in rotary tables: [B, L, ..] for positions [B, L]; [B, L, W] or [kinds, B, L, W] for
-    [kinds, B, L] (those of text and of two axes of images, in Qwen3.5)."""
-    return 1 if position_ids.ndim == 2 else -2
-
-
 def attach_rotary(handle: Handle) -> None:
     """Frequencies that depend on the longest position (dynamic NTK, LongRoPE) must be the whole sequence's on every
-    rank and in every block: the largest position of the sequence is added to the positions at hand, and what comes out
-    for it is dropped."""
+    rank, in every tile and in every block: the largest position of the sequence (`inputs.of_all_ranks`) is added to the
+    positions at hand, and what comes out for it is dropped."""
 
-    def told() -> Tensor | None:
-        return None if handle.state is None else handle.state.inputs.longest
+    def with_longest(original: Any) -> Any:
+        def forward(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+            longest = None if handle.plain or handle.state is None else handle.state.inputs.longest
+            if longest is None:
+                return original(x, position_ids, *args, **kwargs)
+            at = torch.cat([position_ids, longest.expand(*position_ids.shape[:-1], 1)], -1)
+            made = original(x, at, *args, **kwargs)
+            along = 1 if position_ids.ndim == 2 else -2  # [B, L, W], or with several kinds of positions [.., B, L, W]
+            return tuple(t.narrow(along, 0, t.shape[along] - 1) for t in made)
 
-    def whole() -> bool:
-        """Whether the positions of the whole sequence are at hand."""
-        return handle.plain or (handle.ctx.sp == 1 and told() is None)
-
-    def longest(at: Tensor) -> Tensor:
-        if (known := told()) is not None:
-            return known
-        most = at.max().reshape(1, 1)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=handle.ctx.sp_group)
-        return most
-
-    def positions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        return args[1] if len(args) > 1 else kwargs["position_ids"]
-
-    @torch.compiler.disable
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if whole():
-            return None
-        at = positions(args, kwargs)
-        at = torch.cat([at, longest(at).reshape(()).expand(*at.shape[:-1], 1)], -1)
-        return ((args[0], at, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "position_ids": at})
-
-    @torch.compiler.disable
-    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
-        if whole():
-            return None
-        along = tokens_along(positions(args, kwargs))
-        return tuple(t.narrow(along, 0, t.shape[along] - 1) for t in out)
+        return forward
 
     for module in handle.model.modules():
         if by_longest(module):
-            handle.edits.hook(module, module.register_forward_pre_hook(before, with_kwargs=True))
-            handle.edits.hook(module, module.register_forward_hook(after, with_kwargs=True))
+            handle.set_forward(module, with_longest(module.forward))

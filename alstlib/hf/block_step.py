@@ -17,26 +17,26 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from alstlib.hf.block_calls import MicroBatch, without_tokens
-from alstlib.hf.calls import CallAgreement, handle_of
 from alstlib.hf.causal_lm_loss import (
     Loss,
     check_accumulation,
     check_batch,
-    check_first_backward,
     divisor_of,
     fields_of,
     loss_of,
     share_of,
 )  # fmt: skip
 from alstlib.hf.handle import Handle
-from alstlib.tiled.logits import Statistics
+from alstlib.hf.inputs import STATE, agree, handle_of, of_all_ranks, read_call
+from alstlib.hf.pass_state import Objective, PassState
+from alstlib.recompute import Replay
+from alstlib.streaming.blocks import Blocks
 from alstlib.units import IGNORE
 
 
 def block_step(
     engine: Any, batch: Mapping[str, Any], block: int = 16_384, engine_divides_by: int | None = None, *,
-    last_micro_batch: bool | None = None, statistics: bool = False,
+    last_micro_batch: bool | None = None,
 ) -> Loss:  # fmt: skip
     """Run forward and backward of one micro-batch, one block of tokens through the whole model at a time.
 
@@ -47,7 +47,7 @@ def block_step(
 
     Args:
         engine: the attached model: bare, in DDP or FSDP2, or in a DeepSpeed engine.
-        batch, engine_divides_by, statistics: as `causal_lm_loss` takes them.
+        batch, engine_divides_by: as `causal_lm_loss` takes them.
         block: the number of this rank's tokens in one block; the blocks of all ranks together are one piece of the
             sequence.
         last_micro_batch: whether the micro-batch ends the optimizer step, so that gradients are reduced over ranks.
@@ -63,46 +63,36 @@ def block_step(
         HostOutOfMemory: on every rank, before anything is computed, where the host has no room for keys and values.
     """
     handle, divides = handle_of(engine), divisor_of(engine, engine_divides_by)
-    arguments = {"block": block, "engine_divides_by": divides, "statistics": statistics}
-    with CallAgreement(handle, "block_step", arguments, batch, always=True) as agreement:
+    arguments = {"block": block, "engine_divides_by": divides}
+    with agree(handle, "block_step", arguments, batch, always=True) as agreement:
         check_batch(batch, divides)
         check_accumulation(engine, batch, engine_divides_by)
         _check_block(handle, block)
-        fields = {**fields_of(batch), "reduction": "sum", "statistics": Statistics() if statistics else None}
-        given = agreement.read(fields, block)
+        state = read_call(handle, given := fields_of(batch), Objective(reduction="sum"), block, agreement)
         agreement.count = -(-batch["input_ids"].shape[1] // block)
     count = agreement.count  # of the rank that has most
     steps, train = _Engine(engine, last_micro_batch), torch.is_grad_enabled()
     if count == 1:
         with steps.micro_step(ends=True):
-            check_first_backward(engine)
-            out = loss_of(engine, given, batch, handle.ctx, divides)
+            out = loss_of(engine, given, state, batch, handle.ctx, divides)
             if train:
                 steps.backward(out.loss)
         return replace(out, loss=out.loss.detach())
-    check_first_backward(engine, reduces=False)
-    if train and any(hasattr(p, "_in_backward_optimizers") for p in engine.parameters()):
-        raise ValueError(
-            "torch.distributed.optim._apply_optimizer_in_backward would step once for each block: call the optimizer's "
-            "step after block_step, or in hooks of register_post_accumulate_grad_hook, or use causal_lm_loss"
-        )
-    micro = MicroBatch(handle, batch, block)
+    micro = MicroBatch(handle, given, state, block)
     order = [(micro, i) for i in range(micro.blocks.count)]
     order += [(without_tokens(handle, batch), 0) for _ in range(count - len(order))]
     try:
         with torch.no_grad():
-            found = [Statistics() if statistics else None for _ in order]
             made = []
-            for (part, i), statistic in zip(order, found):
-                made.append(part.run(engine, i, making=True, found=statistic))
+            for part, i in order:
+                made.append(part.run(engine, i, making=True))
                 if len(made) == 1 and not isinstance(made[0], FakeTensor):
                     handle.plan.handed_on(part.blocks)
             losses = torch.stack(made)
-            sums = torch.stack([f.sums() for f in found if f is not None]).sum(0) if statistics else None
             total = losses.double().sum().to(losses.dtype)
             if micro.router is not None:
                 total = micro.router.add_to(total, micro.labels.ne(IGNORE).sum())
-        share = share_of(total, micro.labels, batch, handle.ctx, divides, sums)
+        share = share_of(total, micro.labels, batch, handle.ctx, divides)
         for part, i in reversed(order) if train else ():
             handle.plan.renew()
             last = (part, i) == order[0]
@@ -116,19 +106,15 @@ def block_step(
 
 
 def _check_block(handle: Handle, block: Any) -> None:
-    if isinstance(block, bool) or not isinstance(block, int) or block < 1:
+    if type(block) is not int or block < 1:
         raise ValueError(f"block={block!r} must be an integer of at least 1 token")
     if handle.chunk is not None:
         raise ValueError(
-            f"the model is attached with chunk={handle.chunk}, which runs by layers, but block_step runs "
-            f"the whole model by blocks: use Options(chunk=None) and block={handle.chunk}, or call "
-            "causal_lm_loss"
+            f"the model is attached with chunk={handle.chunk}, which runs by layers, but block_step runs by blocks: "
+            f"use Options(chunk=None) and block={handle.chunk}, or call causal_lm_loss"
         )
-    if handle.facts.not_by_blocks:
-        raise ValueError(
-            f"{handle.facts.not_by_blocks}: the model cannot run by blocks; use causal_lm_loss, with more ranks or "
-            "offload"
-        )
+    if why := handle.facts.not_by_blocks:
+        raise ValueError(f"{why}: the model cannot run by blocks; use causal_lm_loss, with more ranks or offload")
 
 
 @contextlib.contextmanager
@@ -156,8 +142,9 @@ class _Engine:
     def __init__(self, engine: Any, last: bool | None) -> None:
         self.engine, self.last = engine, last
         self.deepspeed = hasattr(engine, "set_gradient_accumulation_boundary")
-        managed = getattr(engine, "managed_gradient_accumulation", lambda: True)
-        self.counts = self.deepspeed and managed()  # else its step() ends what backward has added up
+        self.counts = (
+            self.deepspeed and engine.managed_gradient_accumulation()
+        )  # else its step() ends what backward has added up
         if self.counts and last is None:
             self.last = engine.is_gradient_accumulation_boundary()
 
@@ -191,3 +178,50 @@ class _Engine:
             self.engine.backward(loss)
         else:
             loss.backward()
+
+
+class MicroBatch:
+    """The calls of an attached model that make up one micro-batch, block by block.
+
+    Args:
+        kwargs: what the model's forward takes of the whole micro-batch.
+        state: the pass over it, as `read_call` reads it.
+        block: tokens of this rank in a block.
+    """
+
+    def __init__(self, handle: Handle, kwargs: dict[str, Any], state: PassState, block: int) -> None:
+        inputs = replace(of_all_ranks(kwargs, state.inputs, block, handle.facts, handle.ctx), striped=True)
+        tokens = kwargs["input_ids"]
+        kwargs["position_ids"] = kwargs["position_ids"].expand_as(tokens)
+        assert inputs.labels is not None  # `check_batch`
+        self.kwargs, self.labels, self.router = kwargs, inputs.labels, state.router
+        self.blocks = Blocks(len(handle.facts.layers), tokens.shape[1], block, handle.ctx.sp)
+        self.state = replace(state, inputs=inputs, part=self.blocks)
+        self.replays: dict[int, Replay] = {}
+
+    def run(self, model: Any, index: int, making: bool) -> Tensor:
+        """The sum of a block's losses; with `making`, the forward that comes before all recomputes."""
+        self.blocks.begin(index, making)
+        rows, inputs = self.blocks.rows, self.state.inputs
+        cut = {name: self.kwargs[name][:, rows].contiguous() for name in ("input_ids", "position_ids")}
+        cut[STATE] = replace(self.state, inputs=replace(inputs, labels=self.labels[:, rows].contiguous()))
+        if making:
+            self.replays[index] = Replay(self.labels.device)
+        with contextlib.nullcontext() if making else self.replays[index]():
+            return model(**{**self.kwargs, **cut}).loss
+
+    def close(self) -> None:
+        """Let everything go that lies between a block and the others."""
+        self.blocks.close()
+
+
+def without_tokens(handle: Handle, batch: Mapping[str, Any]) -> MicroBatch:
+    """A micro-batch of one token a rank, without a label: a rank that has fewer blocks than another runs it, because
+    engines gather weights and reduce gradients on all ranks together."""
+    like = batch["input_ids"][:1, :1]
+    positions = torch.full_like(like, handle.ctx.sp_rank)
+    kwargs = {"input_ids": like, "position_ids": positions, "shift_labels": torch.full_like(like, IGNORE)}
+    state = read_call(handle, kwargs, Objective(reduction="sum"), 1)
+    made = MicroBatch(handle, kwargs, replace(state, router=None), 1)
+    made.blocks.planned = True
+    return made

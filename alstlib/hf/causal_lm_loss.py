@@ -8,17 +8,17 @@ the engine's averaging (and its division by accumulation steps) takes out again.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from alstlib.hf.arguments import PACKED, check_number
-from alstlib.hf.calls import CallAgreement, handle_of
+from alstlib.hf.inputs import PACKED, STATE, agree, check_number, handle_of, read_call
+from alstlib.hf.pass_state import Objective, PassState
 from alstlib.mesh import SPContext
-from alstlib.tiled.logits import Statistics, readable
+from alstlib.tiled.logits import Statistics
 from alstlib.tiled.loss import Look
 from alstlib.units import IGNORE
 
@@ -72,39 +72,35 @@ def causal_lm_loss(
 
     Raises:
         ValueError: the batch lacks a field or has one that is not known; the model is not attached; a DeepSpeed engine
-            accumulates another number of micro-batches than the loader counted; DDP with a static graph would not
-            reduce its first backward; statistics are asked of Liger's loss. What one rank refuses is raised on all
+            accumulates another number of micro-batches than the loader counted. What one rank refuses is raised on all
             ranks, and so is a call that differs between ranks (`Agreement` has what that costs).
     """
-    handle, found = handle_of(model), Statistics() if statistics else None
+    handle, divides = handle_of(model), divisor_of(model, engine_divides_by)
     how = {"label_smoothing": label_smoothing, "dft": dft}
-    divides = divisor_of(model, engine_divides_by)
     arguments = {"engine_divides_by": divides, "statistics": statistics, **how}
-    with CallAgreement(handle, "causal_lm_loss", arguments, batch) as agreement:
+    with agree(handle, "causal_lm_loss", arguments, batch) as agreement:
         check_batch(batch, divides)
         check_accumulation(model, batch, engine_divides_by)
-        check_first_backward(model)
         if look is not None and not callable(look):
             raise ValueError(f"look={look!r} must be a function of logits, or None")
-        more = {"statistics": found, "look": look, "router_tokens": router_tokens, **how}
-        fields = {**fields_of(batch), "reduction": "sum", **more}
-        given = agreement.read(fields, handle.chunk)
-    return loss_of(model, given, batch, handle.ctx, divides)
+        check_number("label_smoothing", label_smoothing, "a number from 0 to 1", most=1.0)
+        objective = Objective(
+            reduction="sum", statistics=Statistics() if statistics else None, look=look, router_tokens=router_tokens,
+            label_smoothing=label_smoothing, dft=dft,
+        )  # fmt: skip
+        state = read_call(handle, given := fields_of(batch), objective, handle.chunk, agreement)
+    return loss_of(model, given, state, batch, handle.ctx, divides)
 
 
 def loss_of(
-    model: Any, given: Mapping[str, Any], batch: Mapping[str, Any], ctx: SPContext, engine_divides_by: int
+    model: Any, given: Mapping[str, Any], state: PassState, batch: Mapping[str, Any], ctx: SPContext,
+    engine_divides_by: int,
 ) -> Loss:  # fmt: skip
-    """`causal_lm_loss` after all checks, with what the model is `given`."""
-    out, found = model(**given), given["statistics"]
-    total = getattr(out, "loss", None)
-    if total is None:
-        raise ValueError(
-            f"{type(model).__name__} returned no loss for shift_labels: attach it with alstlib.apply first"
-        )
+    """`causal_lm_loss` after all checks, with what the model is `given`, and the pass that its call begins."""
+    out, found = model(**given, **{STATE: state}), state.objective.statistics
     sums = None if found is None else found.sums()
-    share = share_of(total.detach(), batch["shift_labels"], batch, ctx, engine_divides_by, sums)
-    return replace(share.of(total * share.factor), router=getattr(out, "aux_loss", None))
+    share = share_of(out.loss.detach(), batch["shift_labels"], batch, ctx, engine_divides_by, sums)
+    return share.of(out.loss * share.factor, getattr(out, "aux_loss", None))
 
 
 FIELDS = ("input_ids", "position_ids", "shift_labels", "cu_seqlens", "row_tokens", "row_length")
@@ -117,9 +113,7 @@ KNOWN = (*FIELDS, *CHECKED, "step_tokens", "seen_tokens", "accumulation", "label
 
 def fields_of(batch: Mapping[str, Any]) -> dict[str, Any]:
     """What of a batch an attached model is given."""
-    return {name: batch.get(name) for name in FIELDS} | {
-        name: batch[name] for name in CHECKED if batch.get(name) is not None
-    }
+    return {name: batch[name] for name in (*FIELDS, *CHECKED) if batch.get(name) is not None}
 
 
 def check_batch(batch: Any, engine_divides_by: Any) -> None:
@@ -136,15 +130,9 @@ def check_batch(batch: Any, engine_divides_by: Any) -> None:
             f"the batch has {', '.join(unknown)}, which would not reach the model: leave it out (known: "
             f"{', '.join(KNOWN)})"
         )
-    check_number("engine_divides_by", engine_divides_by, "a whole number of at least 1", 1, whole=True)
-    tokens, labels = batch.get("step_tokens"), batch["shift_labels"]
-    if tokens is None:
-        return
-    works = "the number of labels of the whole optimizer step"
-    check_number("step_tokens", tokens, works)
-    known = not isinstance(tokens, Tensor) or readable(tokens)
-    if known and tokens == 0 and isinstance(labels, Tensor) and bool(labels.ne(IGNORE).any()):  # rare: it may wait
-        raise ValueError(f"step_tokens=0 must be {works}, and this micro-batch has labels")
+    check_number("engine_divides_by", engine_divides_by, "a number of at least 1", 1)
+    if (tokens := batch.get("step_tokens")) is not None:
+        check_number("step_tokens", tokens, "the number of labels of the whole optimizer step")
 
 
 def accumulation_of(engine: Any) -> int | None:
@@ -182,8 +170,8 @@ class Share:
     accuracy: Tensor | None = None
     """All as in `Loss`."""
 
-    def of(self, loss: Tensor) -> Loss:
-        return Loss(loss=loss, mean=self.mean, tokens=self.tokens, entropy=self.entropy, accuracy=self.accuracy)
+    def of(self, loss: Tensor, router: Tensor | None = None) -> Loss:
+        return Loss(loss, self.mean, self.tokens, self.entropy, self.accuracy, router)
 
 
 def share_of(
@@ -205,17 +193,3 @@ def share_of(
         factor = ctx.world_size * engine_divides_by / max(1, step_tokens)
     means = stats / tokens.clamp_min(1)
     return Share(factor, means[0], tokens.to(torch.int64), *means[2:])
-
-
-def check_first_backward(model: Any, reduces: bool = True) -> None:
-    """Refuse a first backward that DDP with a static graph cannot learn from: it has to reduce it, or PyTorch ends in
-    an assertion (ValueError)."""
-    if not isinstance(model, torch.nn.parallel.DistributedDataParallel) or not torch.is_grad_enabled():
-        return
-    first = model.static_graph and not model._static_graph_delay_allreduce_enqueued
-    if first and not (reduces and model.require_backward_grad_sync):
-        calls = "without no_sync()" if reduces else "with causal_lm_loss"
-        raise ValueError(
-            f"DDP(static_graph=True) has to reduce its first backward: call the micro-batches of the first step {calls}"
-            ", or use static_graph=False"
-        )

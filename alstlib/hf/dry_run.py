@@ -2,7 +2,8 @@
 
 It takes milliseconds for each layer and no memory, also where an engine has sharded the model. The model's own forward
 runs once on a few tokens. Weights outside the layers are zeros of one element, expanded; layers run on the meta device,
-where tensors have shapes and no values; attention gives back an empty output; the head ends it.
+where tensors have shapes and no values; attention gives back an empty output, and the head numbers that show what the
+model does to its logits.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import uuid
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections import UserDict
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -22,12 +23,29 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_map
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
+from alstlib.tiled.logits import LogitTransform
+
 ROWS = 11
 """Tokens of a dry run: few, and the size of nothing else."""
 
 
-CAPTURES = "_output_capturing_hooks_installed"
-"""Attribute of a model in which transformers has installed the hooks that capture outputs, of routers and others."""
+@dataclass(frozen=True)
+class Keys:
+    """What one layer's attention keeps of a token."""
+
+    heads: int
+    kv_heads: int
+    """Key/value heads, of so many query heads."""
+    width: int
+    """Width of a query and of a key."""
+    value_width: int
+    window: int | None = None
+    """How many keys a row sees; None: all."""
+
+    @property
+    def widths(self) -> int:
+        """The width of a key and a value together."""
+        return self.width + self.value_width
 
 
 @dataclass(frozen=True)
@@ -35,11 +53,7 @@ class AttentionCall:
     """One call of attention: what a layer hands to it."""
 
     module: nn.Module
-    heads: int
-    kv_heads: int
-    width: int
-    """Width of a query and of a key."""
-    value_width: int
+    keys: Keys
     mask: Any
     dropout: float
     kwargs: dict[str, Any]
@@ -56,74 +70,46 @@ class LayerCall:
     attention: list[AttentionCall] = field(default_factory=list)
     reads: bool = False
     """Whether it read a mapping in which layers leave something for each other."""
-    outputs: int = 1
-    """How many it returned, without what is None."""
     finished: bool = False
     """False where the layer does something that needs values, and its end is not known."""
 
 
-@dataclass
-class DryRun:
-    """What was seen. Facts that are not there (`finished` is False) were not to be had without values."""
-
-    calls: list[LayerCall] = field(default_factory=list)
-    finished: bool = False
-
-    @property
-    def layers(self) -> list[nn.Module]:
-        """The decoder layers that ran, in order."""
-        return list(dict.fromkeys(call.layer for call in self.calls))
-
-    @property
-    def attention(self) -> list[AttentionCall]:
-        return [attended for call in self.calls for attended in call.attention]
-
-
-class _Watched(MutableMapping[Any, Any]):
+class _Watched(UserDict[Any, Any]):
     """A mapping that notes when a layer reads it."""
 
-    def __init__(self, inner: MutableMapping[Any, Any], call: LayerCall) -> None:
-        self.inner, self.call = inner, call
+    def __init__(self, inner: Any, call: LayerCall) -> None:
+        self.data, self.call = inner, call
 
     def __getitem__(self, key: Any) -> Any:
         self.call.reads = True
-        return self.inner[key]
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.inner[key] = value
-
-    def __delitem__(self, key: Any) -> None:
-        del self.inner[key]
-
-    def __iter__(self) -> Iterator[Any]:
-        self.call.reads = True
-        return iter(self.inner)
-
-    def __len__(self) -> int:
-        return len(self.inner)
+        return self.data[key]
 
 
-class _Ended(Exception):
-    """The dry run has seen enough."""
+def dry_run(model: PreTrainedModel, layers: Sequence[nn.Module]) -> tuple[list[LayerCall], LogitTransform | None]:
+    """The calls of decoder layers that the model's forward makes, in order, and what it does to its logits (None where
+    that is not known). The model is left as it was.
 
-
-def dry_run(model: PreTrainedModel, layers: Sequence[nn.Module]) -> DryRun:
-    """Run `model` dry, with `layers` those modules that may be its decoder layers. The model is left as it was."""
-    run = DryRun()
-    with unset_fake_temporarily(), _without_triton(), _standing_in(model, layers, run) as forward:
-        run.finished = _ends(forward)
-    return run
-
-
-def _ends(forward: Callable[[], Any]) -> bool:
-    """Whether the forward comes to its end, which it does not where it needs the values of weights."""
-    try:
-        forward()
-    except _Ended:
-        pass
-    except Exception:  # whatever code of the model it was
-        return False
-    return True
+    Raises:
+        Exception: what code of the model raises before its head, which needs the values of weights.
+    """
+    config, made = model.config.get_text_config(), None
+    calls: list[LayerCall] = []
+    token = int(getattr(config, "pad_token_id", None) == 0)  # any but padding, of which some models warn
+    inputs: dict[str, Any] = {"input_ids": torch.full((1, ROWS), token), "position_ids": torch.arange(ROWS)[None]}
+    inputs |= {"use_cache": False}
+    if getattr(config, "output_router_logits", False):  # there are none
+        inputs |= {"output_router_logits": False}
+    with (
+        unset_fake_temporarily(), _without_triton(), torch.enable_grad(), torch.random.fork_rng(devices=[]),
+        torch.autocast("cpu", enabled=False), _standing_in(model, layers, calls) as logits,
+    ):  # fmt: skip
+        try:
+            made = torch.func.functional_call(model, _weights(model, layers), (), inputs, tie_weights=False).logits
+        except Exception:
+            if not logits:
+                raise
+    outermost = model.get_output_embeddings() in model._modules.values()
+    return calls, _transform(config, logits[0], made) if outermost and logits else None
 
 
 @contextlib.contextmanager
@@ -143,75 +129,58 @@ def _without_triton() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _standing_in(model: Any, layers: Sequence[nn.Module], run: DryRun) -> Iterator[Callable[[], None]]:
-    """Give the model's forward for a few tokens while layers, head, attention and weights are replaced."""
-    name = f"alst_{uuid.uuid4().hex}"
-    configs = {id(c): c for m in model.modules() for c in vars(m).values() if isinstance(c, PreTrainedConfig)}
+def _standing_in(model: Any, layers: Sequence[nn.Module], calls: list[LayerCall]) -> Iterator[list[Tensor]]:
+    """Inside, calls of modules leave out hooks, which are the user's, count calls, or read values; calls of the layers
+    are noted and run on the meta device, and so is attention. Gives the logits that the head returns when it is
+    called."""
+    name, head, inside = f"alst_{uuid.uuid4().hex}", model.get_output_embeddings(), False
+    logits: list[Tensor] = []
+    training = {m: m.training for m in model.modules()}
+    configs = {id(c): c for m in training for c in vars(m).values() if isinstance(c, PreTrainedConfig)}
     implementations = {key: config._attn_implementation_internal for key, config in configs.items()}
-    head, training = model.get_output_embeddings(), {m: m.training for m in model.modules()}
-    own = {m: m.__dict__.get("forward") for m in (*layers, head)}
-    hooks = [(m, n, m.__dict__[n]) for m in training for n in ("_forward_hooks", "_forward_pre_hooks")]
-    captured = {m for m in training if CAPTURES in m.__dict__}
-    weights, inside = _weights(model, layers), False
 
     def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **kwargs: Any) -> Any:
         mask, dropout = kwargs.pop("attention_mask", mask), kwargs.pop("dropout", 0.0)
-        if run.calls:
-            run.calls[-1].attention.append(
-                AttentionCall(module, q.shape[1], k.shape[1], q.shape[3], v.shape[3], mask, dropout, kwargs)
-            )
+        if calls:
+            keys = Keys(q.shape[1], k.shape[1], q.shape[3], v.shape[3], kwargs.get("sliding_window"))
+            calls[-1].attention.append(AttentionCall(module, keys, mask, dropout, kwargs))
         return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]), None
 
-    def stand_in(layer: nn.Module, original: Any) -> Any:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            nonlocal inside
-            if inside:  # a part of another layer, which is checkpointed as a whole
-                return original(*args, **kwargs)
-            x, *others = [*args, *kwargs.values()] if args else [kwargs.pop("hidden_states"), *kwargs.values()]
-            run.calls.append(call := LayerCall(layer, x, tuple(others)))
-            dry, inside = [_for_layer(value, call) for value in (x, *args[1:])], True
-            try:
-                out = original(*dry, **{key: _for_layer(value, call) for key, value in kwargs.items()})
-            except Exception:  # whatever code of the model it was
-                return x
-            finally:
-                inside = False
-            call.finished, call.outputs = True, 1 if isinstance(out, Tensor) else sum(o is not None for o in out)
-            return tree_map(lambda t: torch.zeros_like(t, device="cpu") if isinstance(t, Tensor) else t, out)
+    def call_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        x, *others = [*args, *kwargs.values()] if args else [kwargs.pop("hidden_states"), *kwargs.values()]
+        calls.append(call := LayerCall(layer, x, tuple(others)))
+        args, inside = (x, *args[1:]), True
+        try:
+            out = layer.forward(
+                *(_for_layer(value, call) for value in args),
+                **{key: _for_layer(value, call) for key, value in kwargs.items()},
+            )
+        except Exception:  # whatever code of the model it was
+            return x
+        finally:
+            inside = False
+        call.finished = True
+        return tree_map(lambda t: torch.zeros_like(t, device="cpu") if isinstance(t, Tensor) else t, out)
 
-        return forward
-
-    def end(*args: Any, **kwargs: Any) -> Any:
-        raise _Ended
-
-    def forward() -> None:
-        token = int(model.config.get_text_config().pad_token_id == 0)  # any but padding, of which some models warn
-        inputs = {"input_ids": torch.full((1, ROWS), token), "position_ids": torch.arange(ROWS)[None]}
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-            torch.func.functional_call(model, weights, (), {**inputs, "use_cache": False}, tie_weights=False)
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if module is head:
+            vocabulary = model.config.get_text_config().vocab_size
+            logits.append(torch.linspace(-50, 50, ROWS * vocabulary).view(1, ROWS, vocabulary))
+            return logits[0].clone()
+        whole = module in layers and not inside  # a layer may be a part of another, which is checkpointed as a whole
+        return call_layer(module, *args, **kwargs) if whole else module.forward(*args, **kwargs)
 
     AttentionInterface.register(name, attend)
     try:
         for config in configs.values():
             config._attn_implementation_internal = name
         model.train()
-        for m, kind, _ in hooks:  # a user's hooks count calls, or read values
-            m.__dict__[kind] = OrderedDict()
-        for layer in layers:
-            layer.forward = stand_in(layer, layer.forward)
-        head.forward = end
-        yield forward
+        with mock.patch.object(nn.Module, "__call__", call):
+            yield logits
     finally:
-        for m, was in own.items():
-            m.__dict__.pop("forward", None)
-            if was is not None:
-                m.forward = was
         for m, mode in training.items():
             m.training = mode
-        for m, kind, those in hooks:
-            m.__dict__[kind] = those
-        for m in training.keys() - captured:  # those of the dry run are gone
-            m.__dict__.pop(CAPTURES, None)
         for key, config in configs.items():
             config._attn_implementation_internal = implementations[key]
         AttentionInterface._global_mapping.pop(name, None)
@@ -224,24 +193,37 @@ def _for_layer(value: Any, call: LayerCall) -> Any:
     return tree_map(lambda t: t.to("meta") if isinstance(t, Tensor) else t, value)
 
 
-def _weights(model: nn.Module, dry: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Stand-ins for all weights: on the meta device in the modules `dry`, zeros elsewhere; and small buffers.
+def _weights(model: nn.Module, layers: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Stand-ins for all weights: on the meta device in the layers, zeros elsewhere; and small buffers. One weight that
+    has several names has several stand-ins, which are alike.
 
     Each module comes once: functional_call takes a module that has two names apart twice and puts it back once.
     """
-    inside = {id(t) for m in dry for t in (*m.parameters(), *m.buffers())}
+    inside = {id(t) for layer in layers for t in (*layer.parameters(), *layer.buffers())}
     made: dict[str, Tensor] = {}
-    tied: dict[int, Tensor] = {}
     for prefix, m in model.named_modules():
-        for n, p in m.named_parameters(prefix, recurse=False, remove_duplicate=False):
-            if id(p) not in tied:
-                shape, alike = getattr(p, "ds_shape", p.shape), {"dtype": p.dtype, "requires_grad": p.requires_grad}
-                dry_p = torch.empty(shape, device="meta", **alike) if id(p) in inside else None
-                tied[id(p)] = torch.zeros((), **alike).expand(shape) if dry_p is None else dry_p
-            made[n] = tied[id(p)]
-        for n, b in m.named_buffers(prefix, recurse=False, remove_duplicate=False):
+        for name, p in m.named_parameters(prefix, recurse=False, remove_duplicate=False):
+            shape, alike = getattr(p, "ds_shape", p.shape), {"dtype": p.dtype, "requires_grad": p.requires_grad}
+            one = torch.empty(shape, device="meta", **alike) if id(p) in inside else torch.zeros((), **alike)
+            made[name] = one.expand(shape)
+        for name, b in m.named_buffers(prefix, recurse=False, remove_duplicate=False):
             if id(b) in inside:
-                made[n] = torch.empty_like(b, device="meta")
+                made[name] = torch.empty_like(b, device="meta")
             else:
-                made[n] = torch.zeros(b.shape, dtype=b.dtype) if b.is_meta or isinstance(b, FakeTensor) else b.cpu()
+                made[name] = torch.zeros(b.shape, dtype=b.dtype) if b.is_meta or isinstance(b, FakeTensor) else b.cpu()
     return made
+
+
+def _transform(config: Any, logits: Tensor, made: Any) -> LogitTransform | None:
+    """The scale and soft cap by which a model made this of its head's logits; None where it did something else. They
+    are among the fields of its config."""
+    caps = [getattr(config, name, None) for name in ("final_logit_softcapping", "logits_soft_cap")]
+    scales = [1.0]
+    for name in ("logit_scale", "lm_head_multiplier", "logits_scaling", "logits_scale"):
+        if isinstance(value := getattr(config, name, None), int | float) and value:
+            scales += [float(value), 1.0 / float(value)]
+    candidates = [LogitTransform(scale=s, softcap=c) for s in scales for c in (None, *(c for c in caps if c))]
+    if not isinstance(made, Tensor) or made.shape != logits.shape:
+        return None
+    made = made.to(logits.dtype)
+    return next((c for c in candidates if torch.allclose(c(logits), made, rtol=1e-5, atol=1e-5)), None)

@@ -37,7 +37,9 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import output_capturing
 
+from alstlib.hf.handle import Handle
 from alstlib.hf.pass_state import state_now
+from alstlib.hf.router_loss import RouterLoss
 from alstlib.recompute import entered
 from alstlib.sizing import tile_of_sums
 from alstlib.tiled.compute import TiledMLP, default_tile
@@ -57,6 +59,16 @@ def takes_more(block: nn.Module) -> bool:
     return sum(p.kind not in several for p in inspect.signature(block.forward).parameters.values()) > 1
 
 
+def why_untiled(block: nn.Module, by_token: bool) -> str:
+    """Why an MLP or a block of experts cannot run in tiles; empty where it can. `by_token`: the user says that blocks
+    of experts work token by token."""
+    if not routes(block):
+        return ""
+    if not (known(block) or by_token):
+        return "may mix tokens (see Options.experts_by_token)"
+    return "routes to experts by more than its tokens" if takes_more(block) else ""
+
+
 class TiledExperts(TiledMLP):
     """Stands in for a block of experts and runs it in tiles, where it treats its tokens one by one.
 
@@ -68,16 +80,13 @@ class TiledExperts(TiledMLP):
     narrow = True
 
     def forward(self, x: Tensor) -> Any:
-        before = _captured()
-        out = super().forward(x)
-        for seen, length in before:
-            seen[length:] = _joined(seen[length:], *x.shape[:2])
-        return out
+        captured = output_capturing._active_collector.get() or {}
+        return self._run(x) if "router_logits" in captured else super().forward(x)
 
     def _work(self) -> tuple[Callable[..., Any], Sequence[Tensor]]:
         """Each tile's router, now and in backward, belongs to the call that runs now, and knows the tile's padding."""
         state = state_now()
-        if state is None or state.objective.router is None:
+        if state is None or state.router is None:
             return self._run, ()
         own, real = replace(state, saved=None, part=None), state.real_rows
 
@@ -93,11 +102,10 @@ class TiledExperts(TiledMLP):
         found = [getattr(m, name, None) for m in self.inner.modules() for name in ("top_k", "num_experts_per_tok")]
         each = max((k for k in found if isinstance(k, int)), default=1)
         shapes = {n: getattr(p, "ds_shape", p.shape) for n, p in self.inner.named_parameters()}
-        listed = max([1, *(len(m) for m in self.inner.modules() if isinstance(m, nn.ModuleList))])
-        widest, numbers = x.shape[-1], 0.0
-        for name, shape in shapes.items():
-            if len(shape) >= 2:  # a matrix for each expert, in one weight or in a list, or one for all tokens
-                uses = each if len(shape) > 2 else each / listed if "experts." in name else 1
+        widest, numbers = x.shape[-1], 0
+        for shape in shapes.values():
+            if len(shape) >= 2:  # a matrix for each expert, or one for all tokens
+                uses = each if len(shape) > 2 else 1
                 widest, numbers = max(widest, *shape[-2:]), numbers + uses * sum(shape[-2:])
         sums = sum(4 * math.prod(shapes[n]) for n, p in self.inner.named_parameters() if p.requires_grad)
         tile = default_tile(each * widest, x.element_size(), x.device)
@@ -137,18 +145,47 @@ def known(block: nn.Module) -> bool:
     return type(block).__module__.startswith("transformers.models.")
 
 
-def _captured() -> list[tuple[list[Any], int]]:
-    """The lists in which transformers collects outputs of modules in the call that runs now, and how long they are."""
-    active = getattr(output_capturing, "_active_collector", None)
-    found = None if active is None else active.get()
-    return [(seen, len(seen)) for seen in (found or {}).values() if isinstance(seen, list)]
+# ----- routers
 
 
-def _joined(parts: list[Any], batch: int, rows: int) -> list[Any]:
-    """Outputs [B * s, ...] or [B, s, ...] that were collected tile by tile, of each module as if it had run once."""
-    tokens = sum(t.shape[:-1].numel() for t in parts)
-    modules, rest = divmod(tokens, batch * rows)
-    if rest or modules in (0, len(parts)):
-        return parts
-    whole = [torch.cat([t.reshape(batch, -1, t.shape[-1]) for t in parts[i::modules]], 1) for i in range(modules)]
-    return [t if part.ndim > 2 else t.flatten(0, 1) for t, part in zip(whole, parts)]
+def attach_routers(handle: Handle) -> None:
+    @torch.compiler.disable
+    def see(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+        state = handle.state
+        if state is None or state.router is None:
+            return None
+        if isinstance(out, Tensor):  # a projection alone, as Jamba's is before transformers 5.21
+            return state.router.see(out, out, state.real_rows)
+        return (out[0], state.router.see(out[0], out[1], state.real_rows), *out[2:])
+
+    for router in handle.facts.routers:
+        handle.edits.hook(router, router.register_forward_hook(see))
+
+
+def router_loss(handle: Handle, labels: Tensor | None, kwargs: dict[str, Any]) -> RouterLoss | None:
+    """The load-balancing loss of this call where it is asked for; transformers itself is told not to make it."""
+    config = handle.model.config.get_text_config()
+    asked = kwargs.get("output_router_logits")
+    if not (getattr(config, "output_router_logits", False) if asked is None else asked):
+        return None
+    if not handle.facts.routers and "output_router_logits" not in inspect.signature(handle.model.forward).parameters:
+        return None  # a model without routers, that has no such loss
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    if not handle.facts.routers or experts is None or not hasattr(config, "router_aux_loss_coef"):
+        raise ValueError(
+            f"output_router_logits=True: the router's loss of {type(handle.model).__name__} is not known here; use "
+            "False, which is router_aux_loss_coef=0.0 for TRL"
+        )
+    if labels is None:
+        options = handle.options  # transformers itself makes the loss, of logits that have a graph or have none
+        recomputed = options.checkpoint or handle.chunk is not None or options.tile("mlp")
+        trains = torch.is_grad_enabled() and any(p.requires_grad for p in handle.model.parameters())
+        if handle.ctx.sp > 1 or (recomputed and trains):
+            raise ValueError(
+                "output_router_logits=True needs shift_labels: with sp > 1 its loss is that of all ranks, and tiles, "
+                "checkpoints and chunks keep no graph of the router's logits. Give labels, call the model under "
+                "torch.no_grad(), or use output_router_logits=False"
+            )
+        return None
+    kwargs["output_router_logits"] = False
+    return RouterLoss(experts, config.num_experts_per_tok, config.router_aux_loss_coef, handle.ctx.sp_group)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from alstlib.hf.edits import Edits
 from alstlib.hf.memory_plan import MemoryPlan
 from alstlib.hf.pass_state import PassState, state_now
 from alstlib.hf.support import Facts
@@ -49,15 +51,18 @@ class Handle:
         """The model's tiled head; None where the loss is left untiled."""
         self.recurrences: dict[StateLayer, None] = {}
         """The sizes of layers with a state and heads that have run, in order."""
-        self._choose_pages: Callable[[], PageChooser] | None = None
-        self._plain = False
-        self._whole_prompts = False
+        self.page_chooser: Callable[[], PageChooser | None] = lambda: None
+        """Makes what selects pages for one call of a layer; None: all are seen."""
+        self.plain = False
+        """Whether the model runs as its own, in generate() or after detach()."""
+        self.generates = ctx.sp == 1
+        """Whether generate() works: the ranks of a group hold whole prompts, and each generates by itself."""
         self._ends: list[Callable[[], Any]] = []
 
     def detach(self) -> PreTrainedModel:
         """Restore the model exactly as it was before `apply`, and return it. Take it out of engines first. A second
         call does nothing."""
-        self._plain = True
+        self.plain = True
         self.edits.close()
         while self._ends:
             self._ends.pop()()
@@ -100,19 +105,14 @@ class Handle:
 
     # ----- what runs
 
-    @property
-    def plain(self) -> bool:
-        """Whether the model runs as its own, in generate() or after detach()."""
-        return self._plain
-
     @contextlib.contextmanager
     def as_its_own(self) -> Iterator[None]:
         """Inside, the model runs as its own."""
-        before, self._plain = self._plain, True
+        before, self.plain = self.plain, True
         try:
             yield
         finally:
-            self._plain = before
+            self.plain = before
 
     @property
     def state(self) -> PassState | None:
@@ -138,7 +138,7 @@ class Handle:
         Raises:
             ValueError: the model has been detached since.
         """
-        if self._plain:
+        if self.plain:
             name = type(self.model).__name__
             raise ValueError(f"backward of a graph that {name} made before detach(): call backward before detach()")
         return entered(state)
@@ -152,17 +152,73 @@ class Handle:
 
     def select_pages(self, choose: Callable[[], PageChooser]) -> None:
         """Let `choose` make what selects the pages of keys that the chunks of one call of a layer see."""
-        self._choose_pages = choose
-
-    def page_chooser(self) -> PageChooser | None:
-        """What selects pages for one call of a layer; None: all are seen."""
-        return None if self._choose_pages is None else self._choose_pages()
-
-    @property
-    def generates(self) -> bool:
-        """Whether generate() works: the ranks of a group hold whole prompts, and each generates by itself."""
-        return self.ctx.sp == 1 or self._whole_prompts
+        self.page_chooser = choose
 
     def prompts_are_whole(self) -> None:
         """Say that prompts of generate() are whole on every rank."""
-        self._whole_prompts = True
+        self.generates = True
+
+
+# ----- changes to modules
+
+
+ABSENT = object()
+"""What a dictionary had under a key that it did not have."""
+
+
+class Edits:
+    """Changes to modules, until `close`. What somebody else has put over a change meanwhile stays.
+
+    A deep copy shares functions with its original: a `forward` or a hook that was put on a module would go on working
+    for the original inside the copy. So a changed module is copied as it was before.
+    """
+
+    def __init__(self) -> None:
+        self._made: list[tuple[dict[Any, Any], Any, Any, Any]] = []
+        """Dictionaries of modules that were changed, with the key, what it has now, and what it had before."""
+
+    def set(self, module: nn.Module, name: str, value: Any) -> None:
+        """Give this instance another attribute, which is neither a parameter nor a child."""
+        self._put(module, module.__dict__, name, value)
+
+    def swap(self, parent: nn.Module, name: str, new: nn.Module) -> None:
+        """Put another child in a child's place."""
+        self._put(parent, parent._modules, name, new)
+
+    def hook(self, module: nn.Module, made: RemovableHandle) -> None:
+        """Keep this forward hook or forward pre-hook of the module."""
+        for there in (made.hooks_dict_ref, *made.extra_dict_ref):
+            hooks = there()
+            if made.id in hooks:
+                self._put(module, hooks, made.id, hooks.pop(made.id))
+
+    def close(self) -> None:
+        """Take everything back."""
+        for where, key, value, before in reversed(self._made):
+            if where.get(key) is not value:
+                continue
+            if before is ABSENT:
+                del where[key]
+            else:
+                where[key] = before
+        self._made.clear()
+
+    def _put(self, module: nn.Module, where: dict[Any, Any], key: Any, value: Any) -> None:
+        if "__deepcopy__" not in module.__dict__:
+            own = functools.partial(self._copy, module)
+            module.__dict__["__deepcopy__"] = own
+            self._made.append((module.__dict__, "__deepcopy__", own, ABSENT))
+        self._made.append((where, key, value, where.get(key, ABSENT)))
+        where[key] = value
+
+    def _copy(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        """A deep copy of the module as it was: meanwhile everything is taken back."""
+        made, attached = [*self._made], [(where, dict(where)) for where, *_ in self._made]
+        self.close()
+        try:
+            return copy.deepcopy(module, memo)
+        finally:
+            self._made = made
+            for where, entries in attached:
+                where.clear()
+                where.update(entries)

@@ -1,4 +1,5 @@
-"""The inputs of one call of an attached model, such as documents and labels, are checked before anything is computed.
+"""One call of an attached model: its inputs, such as documents and labels, are read, checked, and agreed on by the
+ranks that compute it together, before any of them computes.
 
 Positions, not masks (ALST, section 3.4): a mask is dropped only where that is exact, and refused otherwise. Everything
 here is cheap for batches of `SPDataLoader`; inputs made by hand are checked at the price of a synchronisation.
@@ -6,163 +7,175 @@ here is cheap for batches of `SPDataLoader`; inputs made by hand are checked at 
 
 from __future__ import annotations
 
+import numbers
+import operator
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from alstlib.hf.arguments import check_number, check_same_documents, check_tensors, integers, packed_documents
+from alstlib.data.agreement import Agreement
+from alstlib.hf.experts import router_loss
+from alstlib.hf.handle import Handle
 from alstlib.hf.pass_state import Objective, PassState, StepInputs
 from alstlib.hf.support import Facts
 from alstlib.kernels.spans import Offsets
-from alstlib.mesh import SPContext
+from alstlib.mesh import ATTACHED, SPContext
 from alstlib.tiled.logits import readable
 from alstlib.ulysses.alltoall import stripe
 from alstlib.units import IGNORE
 
+STATE = "alst_state"
+"""Keyword argument of an attached model's call whose inputs have been read before it: the pass that it begins."""
+TENSORS = ("input_ids", "position_ids", "labels", "shift_labels")
+"""What of a call is a tensor [B, L]."""
+PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""Arguments by which transformers' own models are told of packed documents: offsets, and what follows from them."""
 OURS = (
-    "labels",
-    "shift_labels",
-    "cu_seqlens",
-    "num_items_in_batch",
-    "reduction",
-    "step_tokens",
-    "seen_tokens",
-    "accumulation",
-    "row_tokens",
-    "row_length",
-    "dft",
-    "temperature",
-    "statistics",
-    "label_smoothing",
-    "look",
-    "router_tokens",
-    "agreed",
-)
+    "labels", "shift_labels", "cu_seqlens", "num_items_in_batch", "step_tokens", "seen_tokens", "accumulation",
+    "row_tokens", "row_length",
+)  # fmt: skip
 """Keyword arguments that an attached model takes and its own forward does not see."""
 MIXED = (
-    "pixel_values",
-    "pixel_values_videos",
-    "input_features",
-    "encoder_hidden_states",
-    "token_type_ids",
+    "pixel_values", "pixel_values_videos", "input_features", "encoder_hidden_states", "token_type_ids",
     "mm_token_type_ids",
-)
+)  # fmt: skip
 """Inputs whose tokens may attend in both directions, or to what is not in the sequence."""
+REFUSED = {
+    **dict.fromkeys(MIXED, "tokens attend causally to tokens; leave it out"),
+    **dict.fromkeys(("past_key_values", "use_cache"), "call generate() with sp=1, or after detach()"),
+}
 
 
-def take_call(args: tuple[Any, ...], kwargs: dict[str, Any], ctx: SPContext, chunk: int | None = None) -> PassState:
-    """Take what is ours out of the `kwargs` of a model's call, check it, and set what the model must be told. Nothing
-    is sent; `deal_out` does what a `chunk` needs that cuts the slices of several ranks (`StepInputs.striped`).
+def handle_of(model: Any) -> Handle:
+    """The attachment of a model, or of the model inside a wrapper.
+
+    Raises:
+        ValueError: it is not attached. Hugging Face's models swallow fields that they do not know, so their loss would
+            be another one.
+    """
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    handle = next((m.__dict__[ATTACHED]() for m in modules if ATTACHED in m.__dict__), None)
+    if handle is None:
+        raise ValueError(f"{type(model).__name__} is not attached: attach the model with alstlib.apply first")
+    return handle
+
+
+def agree(
+    handle: Handle, call: str, arguments: Mapping[str, Any], batch: Any, *, always: bool = False,
+    own_group: bool = False,
+) -> Agreement:  # fmt: skip
+    """The agreement on a call of an attached model.
+
+    Args:
+        batch: the fields of the call. Without cu_seqlens their values are looked at, which waits for the device.
+        always: whether the ranks are asked also where that alone waits for the device.
+        own_group: only the ranks of this rank's SP group make this call, and not all replicas.
+    """
+    looks = isinstance(batch, Mapping) and batch.get("cu_seqlens") is None
+    arguments = {**arguments, "torch.is_grad_enabled()": torch.is_grad_enabled()}
+    return Agreement(handle.ctx.own_group if own_group else handle.ctx, call, arguments, always or looks)
+
+
+def read_call(
+    handle: Handle, kwargs: dict[str, Any], objective: Objective, chunk: int | None, agreement: Agreement | None = None
+) -> PassState:  # fmt: skip
+    """The pass that a call of the model begins, checked on this rank; `kwargs` are left as the model's forward takes
+    them. What of it all ranks of an SP group must have alike goes into the `agreement`.
 
     Raises:
         ValueError: inputs that cannot be run exactly, with what to give instead.
     """
-    if len(args) > 1:
-        raise ValueError("give the model's inputs by name: input_ids=..., position_ids=..., shift_labels=...")
+    inputs = take_call(kwargs, handle.ctx, chunk)
+    if handle.facts.offset and kwargs.get("position_ids") is not None:
+        kwargs["position_ids"] = kwargs["position_ids"] + handle.facts.offset
+    router = router_loss(handle, inputs.labels, kwargs)
+    if router is not None and objective.temperature is not None:
+        raise ValueError("log-probabilities have no load-balancing loss: use output_router_logits=False")
+    if agreement is not None:
+        (batch, rows), documents = inputs.shape, inputs.documents
+        agreement.in_group = {"the batch size": batch, "the tokens of a rank": rows, "the documents": documents}
+    return PassState(inputs=inputs, objective=objective, router=router)
+
+
+def take_call(kwargs: dict[str, Any], ctx: SPContext, chunk: int | None = None) -> StepInputs:
+    """Take what is ours out of the `kwargs` of a model's call, check it, and set what the model must be told. Nothing
+    is sent; `of_all_ranks` does what a `chunk` needs that cuts the slices of several ranks (`StepInputs.striped`).
+
+    Raises:
+        ValueError: inputs that cannot be run exactly, with what to give instead.
+    """
     ours = {name: kwargs.pop(name, None) for name in OURS}
-    tokens = args[0] if args else kwargs.get("input_ids")
-    check_tensors({**ours, **kwargs, "input_ids": tokens})
-    tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+    check_tensors({**ours, **kwargs})
+    tokens = kwargs.get("inputs_embeds") if kwargs.get("input_ids") is None else kwargs["input_ids"]
     if tokens is None:
         raise ValueError("the model needs input_ids or inputs_embeds")
-    if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
-        raise ValueError(
-            "a cache (past_key_values, use_cache) is for generation: call generate() with sp=1, or after detach()"
-        )
-    for name in MIXED:
-        if kwargs.get(name) is not None:
-            raise ValueError(f"{name} is not supported: tokens attend causally to tokens; leave it out")
+    for name, why in REFUSED.items():
+        if kwargs.get(name) is not None and kwargs[name] is not False:
+            raise ValueError(f"{name} is not supported: {why}")
     kwargs["use_cache"] = False
     if kwargs.get("return_dict") is False:
         raise ValueError("return_dict=False is not supported by an attached model: its loss is in out.loss")
-    shape = batch, rows = tokens.shape[0], tokens.shape[1]
+    shape = tokens.shape[0], tokens.shape[1]
     labels = _labels(ours, ctx)
     if labels is not None and labels.shape != shape:
         raise ValueError(f"shift_labels {list(labels.shape)} must have the shape of input_ids {list(shape)}")
-    _check_numbers(ours)
+    if (divisor := ours["num_items_in_batch"]) is not None:
+        check_number("num_items_in_batch", divisor, "the number of labels that the loss is divided by")
     mask = kwargs.pop("attention_mask", None)
     _check_mask(mask, labels, shape, ctx.sp)
-    name, cu = _offsets(ours["cu_seqlens"], packed_documents(kwargs, batch, rows, ctx.sp), batch, rows * ctx.sp)
-    documents = _documents(name, cu, kwargs.get("position_ids"), tokens, ctx, look=not ours["agreed"])
-    if cu is not None and kwargs.get("position_ids") is None:  # a model would count on through them
-        kwargs["position_ids"] = _positions(documents or (), batch, rows, ctx, name).to(tokens.device)
+    packed = {name: kwargs.pop(name, None) for name in PACKED}
+    cu = packed["cu_seq_lens_q"] if ours["cu_seqlens"] is None else ours["cu_seqlens"]
+    if packed["seq_idx"] is not None and cu is None and kwargs.get("position_ids") is None:
+        raise ValueError("seq_idx alone does not tell where documents begin: give position_ids or cu_seqlens too")
+    documents = _documents(None if cu is None else integers("cu_seqlens", cu), kwargs, tokens, ctx)
     inputs = StepInputs(
-        shape=shape, device=tokens.device, documents=documents, labels=labels, divisor=ours["num_items_in_batch"],
+        shape=shape, device=tokens.device, documents=documents, labels=labels, divisor=divisor,
         row_length=ours["row_length"], real=_real_tokens(ours["row_tokens"], mask, tokens, ctx),
-        striped=chunk is not None and ctx.sp > 1 and rows > chunk,
+        striped=chunk is not None and ctx.sp > 1 and shape[1] > chunk,
     )  # fmt: skip
     if inputs.striped:
         _check_dealt(kwargs, labels)
-    objective = Objective(
-        reduction=ours["reduction"], dft=bool(ours["dft"]), temperature=ours["temperature"], look=ours["look"],
-        statistics=ours["statistics"], label_smoothing=ours["label_smoothing"] or 0.0,
-        router_tokens=ours["router_tokens"],
-    )  # fmt: skip
-    return PassState(inputs=inputs, objective=objective)
-
-
-NUMBERS: dict[str, tuple[str, float, float]] = {
-    "num_items_in_batch": ("the number of labels that the loss is divided by", 0.0, float("inf")),
-    "temperature": ("a number above 0; 1.0 leaves the logits as they are", 1e-30, float("inf")),
-    "label_smoothing": ("a number from 0 to 1", 0.0, 1.0),
-    "router_tokens": ("a number of tokens of at least 0", 0.0, float("inf")),
-}
-
-
-def _check_numbers(ours: dict[str, Any]) -> None:
-    for name, (works, least, most) in NUMBERS.items():
-        if ours[name] is not None:
-            check_number(name, ours[name], works, least, most)
-
-
-def number_tokens(real: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any], facts: Facts, model: str) -> None:
-    """Positions count from 0; give the model those of its own counting (RoBERTa begins after its padding token). `real`
-    says which tokens are not padding (None: all).
-
-    Raises:
-        ValueError: a token that the model leaves out of its own counting, where it is not padding.
-    """
-    positions, tokens = kwargs.get("position_ids"), args[0] if args else kwargs.get("input_ids")
-    if positions is None:
-        return
-    if facts.uncounted is not None and tokens is not None:
-        left_out = tokens == facts.uncounted
-        if bool((left_out if real is None else left_out & real).any()):
-            raise ValueError(
-                f"input_ids hold the padding token {facts.uncounted} among the tokens of a sample, and {model} leaves "
-                "it out of its positions; give an attention_mask for padding on the right, and another token elsewhere"
-            )
-    if facts.offset:
-        kwargs["position_ids"] = positions + facts.offset
+    return inputs
 
 
 def _check_dealt(kwargs: dict[str, Any], labels: Tensor | None) -> None:
-    if kwargs.get("inputs_embeds") is not None:
-        raise ValueError("chunk with sp > 1 moves tokens to other ranks: give input_ids, not inputs_embeds")
-    if labels is None or kwargs.get("output_hidden_states"):
-        raise ValueError(
-            "chunk with sp > 1 moves tokens to other ranks, so logits and hidden states would be out of order: give "
-            "shift_labels (causal_lm_loss does), or use chunk=None"
-        )
+    """Refuse what cannot be dealt out to other ranks, or would be out of order (ValueError)."""
     others = [n for n, t in kwargs.items() if n not in ("input_ids", "position_ids") and isinstance(t, Tensor)]
-    if others:
-        raise ValueError(f"chunk with sp > 1 cannot deal out {', '.join(others)}; leave it out, or use chunk=None")
+    others += ["output_hidden_states"] if kwargs.get("output_hidden_states") else []
+    if labels is None or others:
+        raise ValueError(
+            "chunk with sp > 1 moves tokens to other ranks: give input_ids and position_ids with shift_labels, as "
+            f"causal_lm_loss does, and no other values of tokens ({', '.join(others)}), or use chunk=None"
+        )
 
 
-def deal_out(
-    args: tuple[Any, ...], kwargs: dict[str, Any], inputs: StepInputs, chunk: int, ctx: SPContext
-) -> StepInputs:
-    """Deal tokens, positions and labels out in stripes of `chunk` tokens: then those that the model gets are all in
-    `kwargs`."""
-    tokens, labels = args[0] if args else kwargs["input_ids"], inputs.labels
-    assert labels is not None  # `_check_dealt`
-    like = tokens.dtype
-    given = [tokens, kwargs["position_ids"].expand_as(tokens).to(like), labels.to(like)]
-    given += [] if inputs.real is None else [inputs.real.to(like)]
-    kwargs["input_ids"], kwargs["position_ids"], labels, *real = stripe(given, chunk, ctx)
-    return replace(inputs, labels=labels, real=real[0].bool() if real else None, striped=True)
+def of_all_ranks(
+    kwargs: dict[str, Any], inputs: StepInputs, chunk: int | None, facts: Facts, ctx: SPContext
+) -> StepInputs:  # fmt: skip
+    """What the ranks of an SP group exchange before they compute: where a `chunk` cuts their slices, tokens, positions
+    and labels are dealt out in stripes of so many tokens; and the longest position, where the model asks for it."""
+    labels = inputs.labels
+    if inputs.striped:
+        assert chunk is not None
+        assert labels is not None  # `_check_dealt`
+        tokens, like = kwargs["input_ids"], kwargs["input_ids"].dtype
+        given = [tokens, kwargs["position_ids"].expand_as(tokens).to(like), labels.to(like)]
+        given += [] if inputs.real is None else [inputs.real.to(like)]
+        kwargs["input_ids"], kwargs["position_ids"], labels, *real = stripe(given, chunk, ctx)
+        inputs = replace(inputs, labels=labels, real=real[0].bool() if real else None)
+    if facts.by_longest:
+        positions = kwargs.get("position_ids")
+        if positions is None:  # the model counts by itself
+            positions = torch.full((1, 1), inputs.shape[1] - 1, device=inputs.device)
+        longest = positions.max().reshape(1, 1)
+        if ctx.sp > 1:
+            dist.all_reduce(longest, dist.ReduceOp.MAX, group=ctx.sp_group)
+        inputs = replace(inputs, longest=longest)
+    return inputs
 
 
 def _real_tokens(row_tokens: Any, mask: Any, tokens: Tensor, ctx: SPContext) -> Tensor | None:
@@ -170,12 +183,7 @@ def _real_tokens(row_tokens: Any, mask: Any, tokens: Tensor, ctx: SPContext) -> 
     batch, rows = tokens.shape[:2]
     if row_tokens is None:
         return None if mask is None or bool(mask.bool().all()) else mask.bool()
-    lengths = torch.tensor(integers("row_tokens", row_tokens))
-    if lengths.numel() != batch or not bool(((lengths >= 0) & (lengths <= rows * ctx.sp)).all()):
-        raise ValueError(
-            f"row_tokens={lengths.tolist()[:8]} must hold the tokens of each of {batch} micro-batch rows, 0 to "
-            f"{rows * ctx.sp}"
-        )
+    lengths = torch.tensor(integers("row_tokens", row_tokens)).expand(batch)
     if bool((lengths == rows * ctx.sp).all()):
         return None
     at = torch.arange(rows, device=tokens.device) + ctx.sp_rank * rows
@@ -198,11 +206,11 @@ def _check_mask(mask: Any, labels: Tensor | None, shape: tuple[int, int], sp: in
     """A mask is dropped only where causal attention needs none: all ones, or padding on the right without loss."""
     if mask is None:
         return
-    if not isinstance(mask, Tensor) or mask.ndim != 2:
-        kind = f"of shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        raise ValueError(f"attention_mask {kind} is not supported; give position_ids and cu_seqlens instead")
-    if mask.shape != shape:
-        raise ValueError(f"attention_mask {list(mask.shape)} must have the shape of input_ids {list(shape)}")
+    if not isinstance(mask, Tensor) or mask.shape != shape:
+        raise ValueError(
+            f"attention_mask {_shown(mask)} must have the shape of input_ids {list(shape)}; packed documents are given "
+            "as position_ids and cu_seqlens"
+        )
     keep = mask.bool()
     if bool(keep.all()):
         return
@@ -214,63 +222,39 @@ def _check_mask(mask: Any, labels: Tensor | None, shape: tuple[int, int], sp: in
         )
 
 
-def _offsets(
-    cu: Any, packed: tuple[str, list[int]] | None, batch: int, whole: int
-) -> tuple[str, list[int] | None]:  # fmt: skip
-    """The offsets of documents that are given, and their name."""
-    if cu is None:
-        return packed or ("cu_seqlens", None)
-    offsets = integers("cu_seqlens", cu)
-    if packed is not None:
-        check_same_documents("cu_seqlens", offsets, *packed, batch, whole)
-    return "cu_seqlens", offsets
-
-
-def _documents(
-    name: str, cu: list[int] | None, positions: Any, tokens: Tensor, ctx: SPContext, look: bool
-) -> Offsets | None:  # fmt: skip
-    """Global document offsets of this call, or None where every micro-batch row is one document. Without `look`
-    positions of a slice have been looked at before."""
-    batch, rows = tokens.shape[:2]
+def _documents(cu: list[int] | None, kwargs: dict[str, Any], tokens: Tensor, ctx: SPContext) -> Offsets | None:
+    """Global document offsets of this call, or None where every micro-batch row is one document. Where offsets alone
+    are given, the model gets positions too, because it would count on through them."""
+    (batch, rows), positions = tokens.shape[:2], kwargs.get("position_ids")
+    whole, total = rows * ctx.sp, batch * rows * ctx.sp
+    if positions is None and ctx.sp > 1:
+        raise ValueError("position_ids are missing: each rank must give the positions of its own tokens")
     if positions is not None and (positions.shape[1] != rows or positions.shape[0] not in (1, batch)):
         raise ValueError(f"position_ids {list(positions.shape)} do not belong to inputs of {batch} x {rows} tokens")
+    if positions is None and cu is None:
+        return None
     if cu is not None:
-        offsets = Offsets(cu)
-        if not offsets or offsets[-1] != batch * rows * ctx.sp:
-            raise ValueError(
-                f"{name} ends at {offsets[-1] if offsets else None}, but {batch} x {rows} tokens on each of "
-                f"{ctx.sp} ranks are {batch * rows * ctx.sp}: the ranks' shapes disagree, or the offsets are not global"
-            )
-        if positions is None and ctx.sp > 1:
-            raise ValueError("position_ids are missing: each rank must give the positions of its own tokens")
-        if positions is not None and readable(positions):  # on a GPU the look would cost a synchronisation
-            _check_positions(positions.expand(batch, -1), offsets, ctx, name)
-        return offsets
-    if ctx.sp > 1:
-        if positions is None:
-            raise ValueError("position_ids are missing: each rank must give the positions of its own tokens")
-        own = torch.arange(rows, device=positions.device) + ctx.sp_rank * rows
-        if look and not bool((positions == own).all()):
-            raise ValueError(
-                f"position_ids of rank {ctx.sp_rank} do not run from {ctx.sp_rank * rows} to "
-                f"{(ctx.sp_rank + 1) * rows - 1}: for packed documents or padding give cu_seqlens too"
-            )
-        return None
+        name, offsets = "cu_seqlens", Offsets(cu)
+    elif ctx.sp > 1:
+        name, offsets = "whole samples", Offsets(range(0, total + 1, whole))
+    else:
+        starts = (kwargs["position_ids"].expand(batch, -1) == 0).flatten().nonzero().flatten().tolist()
+        name, offsets = "documents that begin with 0", Offsets(sorted({0, *starts, total}))
+    if not offsets or offsets[0] != 0 or offsets[-1] != total or list(offsets) != sorted(offsets):
+        raise ValueError(
+            f"{name}={list(offsets[:8])}, which end at {offsets[-1] if offsets else None}, must rise from 0 to "
+            f"{total}, for {batch} x {rows} tokens on each of {ctx.sp} ranks: the ranks' shapes disagree, or the "
+            "offsets are not global"
+        )
     if positions is None:
-        return None
-    positions = positions.expand(batch, -1)
-    starts = torch.nonzero((positions == 0).flatten()).flatten().tolist()
-    expected = positions.new_zeros(positions.shape)
-    expected[:, 1:] = torch.where(positions[:, 1:] == 0, 0, positions[:, :-1] + 1)
-    if not torch.equal(positions, expected):
-        raise ValueError("position_ids must count from 0, starting again at 0 with each document")
-    return Offsets((*starts, batch * rows))
+        kwargs["position_ids"] = _positions(offsets, batch, rows, ctx).to(tokens.device)
+    elif cu is None or readable(positions):  # on a GPU the look costs a synchronisation
+        _check_positions(positions.expand(batch, -1), _positions(offsets, batch, rows, ctx), ctx, name, cu is not None)
+    return None if cu is None and ctx.sp > 1 else offsets
 
 
-def _positions(offsets: tuple[int, ...], batch: int, rows: int, ctx: SPContext, name: str) -> Tensor:
+def _positions(offsets: tuple[int, ...], batch: int, rows: int, ctx: SPContext) -> Tensor:
     """[B, L] positions of this rank's tokens, counted from the start of each document."""
-    if offsets[0] != 0 or list(offsets) != sorted(offsets):
-        raise ValueError(f"{name}={list(offsets[:8])} must rise from 0")
     whole = rows * ctx.sp
     # documents begin at their offsets and with each micro-batch row
     starts = torch.tensor(sorted({*offsets[:-1], *range(0, batch * whole, whole)}))
@@ -279,14 +263,55 @@ def _positions(offsets: tuple[int, ...], batch: int, rows: int, ctx: SPContext, 
     return row - starts[torch.searchsorted(starts, row, right=True) - 1]
 
 
-def _check_positions(positions: Tensor, offsets: tuple[int, ...], ctx: SPContext, name: str) -> None:
-    """Positions must count from the start of each document; padding (all zeros at the end of a micro-batch row) may
-    stay at 0."""
-    expected = _positions(offsets, positions.shape[0], positions.shape[1], ctx, name)
-    wrong = (positions != expected) & (positions != 0)
+def _check_positions(positions: Tensor, expected: Tensor, ctx: SPContext, name: str, padded: bool) -> None:
+    """Positions [B, L] must be those that are expected; where offsets tell documents apart, padding may stay at 0."""
+    expected = expected.to(positions.device)
+    wrong = positions != expected
+    if padded:
+        wrong &= positions != 0
     if bool(wrong.any()):
         b, i = (int(n) for n in wrong.nonzero()[0])
         raise ValueError(
             f"position_ids of rank {ctx.sp_rank} do not fit {name}: micro-batch row {b}, token {i} has position "
-            f"{int(positions[b, i])} where its document is at {int(expected[b, i])}"
+            f"{int(positions[b, i])} where its document is at {int(expected[b, i])}; for packed documents or padding "
+            "give cu_seqlens too"
         )
+
+
+# ----- types, shapes and ranges
+
+
+def check_tensors(given: Mapping[str, Any]) -> None:
+    """Refuse inputs that are no tensors [B, L] (ValueError)."""
+    for name in TENSORS:
+        value = given.get(name)
+        if value is not None and not (isinstance(value, Tensor) and value.ndim == 2):
+            raise ValueError(f"{name} {_shown(value)} must be a tensor [B, L]")
+
+
+def _shown(value: Any) -> str:
+    return f"of shape {list(value.shape)}, {value.dtype}," if isinstance(value, Tensor) else repr(value)[:80]
+
+
+def check_number(name: str, value: Any, works: str, least: float = 0.0, most: float = 1e300) -> None:
+    """Refuse what is not a number between these (ValueError). A tensor on a GPU is not looked at: that would wait for
+    it."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        if not readable(value):
+            return
+        value = value.item()
+    right = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not right or not least <= value <= most:
+        raise ValueError(f"{name}={value!r} must be {works}")
+
+
+def integers(name: str, value: Any) -> list[int]:
+    """A list of whole numbers, of a list, a tensor or an array [n].
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        return [operator.index(n) for n in (value.tolist() if hasattr(value, "tolist") else value)]
+    except TypeError:
+        raise ValueError(f"{name} {_shown(value)} must be one row of whole numbers, such as [0, 5, 12]") from None

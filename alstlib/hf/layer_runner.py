@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from alstlib.hf.dry_run import LayerCall
 from alstlib.hf.handle import Handle
 from alstlib.hf.support import check_recompute
 from alstlib.linear.adapters import is_tokenwise
@@ -32,10 +31,25 @@ from alstlib.tiled.skip import Follower, Unread, find_followers
 def attach_runners(handle: Handle, layers: Sequence[nn.Module]) -> None:
     """Layers' own `forward` is wrapped on the instance: engines' hooks stay outside, in every transformers version."""
     kind: type[LayerRunner] = Whole if handle.chunk is None else Chunked
-    kind.check(handle)
+    check_recompute(handle.facts)
+    if handle.chunk is not None:
+        _check_chunks(handle)
     chain = Chain()
     for i, layer in enumerate(layers):
         handle.set_forward(layer, kind(handle, chain, layer, i))
+
+
+def attach_blocks(handle: Handle) -> None:
+    """Have memory planned when a micro-batch's first block comes to the first layer."""
+
+    @torch.compiler.disable
+    def first_layer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        blocks = None if handle.state is None else handle.state.blocks
+        if blocks is not None and not blocks.planned:
+            handle.plan.blockwise(args[0] if args else kwargs["hidden_states"], blocks)
+
+    first = handle.facts.layers[0]
+    handle.edits.hook(first, first.register_forward_pre_hook(first_layer, with_kwargs=True))
 
 
 class Chain:
@@ -62,30 +76,23 @@ class LayerRunner:
         index: the layer's place.
     """
 
+    always = False
+    """Whether it also runs the layer where no gradients are recorded."""
+    run: Callable[[Tensor, tuple[Any, ...], dict[str, Any]], Any]
+    """Gives the layer's output for its input x [B, L, E] and its further arguments."""
+
     def __init__(self, handle: Handle, chain: Chain, layer: nn.Module, index: int) -> None:
         self.handle, self.chain, self.layer, self.index = handle, chain, layer, index
         self.original = layer.forward
         self.last = index == len(handle.facts.layers) - 1
         self.unread = Unread(layer)
-
-    @staticmethod
-    def check(handle: Handle) -> None:
-        """Refuse a model whose layers cannot run this way (ValueError)."""
-        check_recompute(handle.facts)
+        self.looked = not self.unread.mlps
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.handle.plain or not self.applies():
+        if self.handle.plain or not (torch.is_grad_enabled() or self.always):
             return self.original(*args, **kwargs)
         x, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
         return self.run(x, args, kwargs)
-
-    def applies(self) -> bool:
-        """Whether it runs the layer now, which else runs as its own."""
-        return True
-
-    def run(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The layer's output for its input x [B, L, E] and its further arguments."""
-        raise NotImplementedError
 
     def trainable(self) -> list[nn.Parameter]:
         """The layer's weights that train; an engine may swap them."""
@@ -94,13 +101,6 @@ class LayerRunner:
 
 class Whole(LayerRunner):
     """Runs a layer on all rows as a checkpoint."""
-
-    def __init__(self, handle: Handle, chain: Chain, layer: nn.Module, index: int) -> None:
-        super().__init__(handle, chain, layer, index)
-        self.looked = not self.unread.mlps
-
-    def applies(self) -> bool:
-        return torch.is_grad_enabled()
 
     def run(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         handle, plan, state = self.handle, self.handle.plan, self.handle.running
@@ -152,6 +152,8 @@ class Whole(LayerRunner):
 class Chunked(LayerRunner):
     """Runs a layer in row chunks. To ZeRO-3 it is a leaf: gathered once a pass, not once a chunk."""
 
+    always = True
+
     def __init__(self, handle: Handle, chain: Chain, layer: nn.Module, index: int) -> None:
         super().__init__(handle, chain, layer, index)
         self.tokenwise = is_tokenwise(layer)
@@ -159,17 +161,6 @@ class Chunked(LayerRunner):
         """What the layer returns beside its output, all None; None: it returns the output alone."""
         handle.edits.hook(layer, layer.register_forward_pre_hook(_ensure_input_grad, with_kwargs=True))
         handle.edits.set(layer, "_z3_leaf", True)
-
-    @staticmethod
-    def check(handle: Handle) -> None:
-        for i, layer in enumerate(handle.facts.layers):
-            if not CACHES & set(inspect.signature(layer.forward).parameters):
-                raise ValueError(
-                    f"layer {i} ({type(layer).__name__}) takes no cache, so it cannot run in chunks; use chunk=None"
-                )
-        check_recompute(handle.facts)
-        for i, call in enumerate(handle.facts.calls):
-            _check_call(f"layer {i} ({type(call.layer).__name__})", call)
 
     def run(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         handle, plan, state = self.handle, self.handle.plan, self.handle.running
@@ -216,7 +207,7 @@ class Chunked(LayerRunner):
             return out
         if any(o is not None for o in out[1:]):
             where = f"layer {self.index} ({type(self.layer).__name__})"
-            raise ValueError(f"{where} returns more than its output; use chunk=None")
+            raise ValueError(f"{where} returns more than its output, so it cannot run in chunks; use chunk=None")
         self.nothing = out[1:]
         return out[0]
 
@@ -225,14 +216,19 @@ CACHES = {"past_key_values", "past_key_value", "layer_past", "cache_params"}
 """What layers call a cache. One that takes none may need all rows at once."""
 
 
-def _check_call(where: str, call: LayerCall) -> None:
-    """Refuse a layer that cannot be streamed, by how it was called in a dry run."""
-    for value in tree_flatten(call.others)[0]:
-        _row_dimension(value, call.hidden.shape[1], call.layer)
-    if len(call.attention) > 1:
-        raise ValueError(f"{where} calls attention more than once, so it cannot run in chunks; use chunk=None")
-    if call.outputs > 1:
-        raise ValueError(f"{where} returns more than its output, so it cannot run in chunks; use chunk=None")
+def _check_chunks(handle: Handle) -> None:
+    """Refuse a model whose layers cannot run in chunks (ValueError)."""
+    for i, layer in enumerate(handle.facts.layers):
+        if not CACHES & set(inspect.signature(layer.forward).parameters):
+            raise ValueError(
+                f"layer {i} ({type(layer).__name__}) takes no cache, so it cannot run in chunks; use chunk=None"
+            )
+    for i, call in enumerate(handle.facts.calls):
+        for value in tree_flatten(call.others)[0]:
+            _row_dimension(value, call.hidden.shape[1], call.layer)
+        if len(call.attention) > 1:
+            where = f"layer {i} ({type(call.layer).__name__})"
+            raise ValueError(f"{where} calls attention more than once, so it cannot run in chunks; use chunk=None")
 
 
 def _ensure_input_grad(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -249,16 +245,13 @@ def _row_dimension(value: Any, rows: int, layer: nn.Module) -> int | None:
     """
     if not isinstance(value, Tensor) or value.ndim == 0:
         return None
-    if value.requires_grad:
-        raise ValueError(f"{type(layer).__name__} takes a further input that needs a gradient; use chunk=None")
     at = 0 if value.ndim == 1 else 1
-    if value.shape[at] == rows:
-        return at
-    if rows in value.shape or (value.ndim > 1 and value.shape[1] > 1):
+    if value.requires_grad or (value.shape[at] != rows and (rows in value.shape or (at == 1 and value.shape[1] > 1))):
         raise ValueError(
-            f"{type(layer).__name__} takes an input {list(value.shape)} that cannot be cut into chunks; use chunk=None"
+            f"{type(layer).__name__} takes an input {list(value.shape)} that cannot be cut into chunks, or needs a "
+            "gradient; use chunk=None"
         )
-    return None
+    return at if value.shape[at] == rows else None
 
 
 def run_whole(layer: Any, x: Tensor, run: Callable[[], Any]) -> Any:

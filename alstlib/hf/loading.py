@@ -15,28 +15,29 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from alstlib.config import RunConfig
-from alstlib.hf.models import has_random_weights, load_model, model_config
-from alstlib.mesh import accelerator, gather_text
-
-KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "OSError": OSError, "MemoryError": MemoryError}
-"""Errors of rank 0 that the others raise too; they raise a RuntimeError for any other."""
+from alstlib.data.agreement import Agreement
+from alstlib.hf.models import has_random_weights, load_model
+from alstlib.mesh import SPContext, accelerator, gather_text
 
 
-class UnplacedModel:
+class UnplacedModel(nn.Module):
     """A model whose weights are still to arrive: its parameters have their shapes, dtypes and device, but no memory.
 
     Made by `load_on_first`; `alstlib.apply` takes the model, and `place` brings the weights.
     """
 
     def __init__(self, model: PreTrainedModel, waiting: dict[str, Tensor], device: torch.device) -> None:
-        self.model: Any = model
+        super().__init__()
+        self.__dict__["model"] = model  # not a child
         self.named = list(model.named_parameters())
         self.waiting, self.device, self.first = waiting, device, dist.get_rank() == 0
 
-    def parameters(self) -> Iterator[nn.Parameter]:
+    model: Any
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Each parameter in turn: with its weight on rank 0, with room for it elsewhere. Send it before the next."""
         for name, p in self.named:
             if self.first:
@@ -44,17 +45,6 @@ class UnplacedModel:
             else:  # no other name keeps it
                 p.data = torch.empty(p.shape, dtype=p.dtype, device=self.device)
             yield p
-
-
-class _InTurn(nn.Module):
-    """A module whose parameters arrive while they are looked through."""
-
-    def __init__(self, unplaced: UnplacedModel) -> None:
-        super().__init__()
-        self.arriving = unplaced.parameters()
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        return self.arriving
 
 
 @contextlib.contextmanager
@@ -72,10 +62,8 @@ def _without_weights() -> Iterator[None]:
 
 
 def _skeleton(run: RunConfig, dtype: torch.dtype) -> PreTrainedModel:
-    config = model_config(run.model.name, run.model.config, run.model.trust_remote_code)
     with _without_weights():
-        made = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=run.model.trust_remote_code)
-    return made.train()
+        return load_model(run.replace(model={"random_weights": True}), dtype)
 
 
 def _whole(run: RunConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
@@ -96,24 +84,15 @@ def load_on_first(run: RunConfig, dtype: torch.dtype, device: torch.device) -> U
     """The run's model on every rank, with its weights on rank 0's host only. A collective.
 
     Raises:
-        Exception: what a rank met while it loaded, on every rank.
+        Exception: what a rank met while it loaded, on every rank; elsewhere it is a RuntimeError, or a ValueError too.
     """
-    first, model, error = dist.get_rank() == 0, None, None
-    told: dict[str, Any]
-    try:
+    first = dist.get_rank() == 0
+    with Agreement(SPContext.create(), "load_on_first", {}, waits=True):
         model = _whole(run, dtype, device) if first else _skeleton(run, dtype)
-        tensors = [*model.named_parameters(), *model.named_buffers()] if first else []
-        told = {"tensors": {name: [list(t.shape), str(t.dtype).partition(".")[2]] for name, t in tensors}}
-    except Exception as e:
-        error, told = e, {"error": [type(e).__name__, str(e)]}
-    everyone = [json.loads(text) for text in gather_text(json.dumps(told), device)]
-    if error is not None:
-        raise error
-    for kind, message in (one["error"] for one in everyone if "error" in one):
-        raise KINDS.get(kind, RuntimeError)(message)
-    assert model is not None
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    told = {name: [list(t.shape), str(t.dtype).partition(".")[2]] for name, t in tensors}
     waiting = {name: p.data for name, p in model.named_parameters()} if first else {}
-    _hollow(model, everyone[0]["tensors"], device)
+    _hollow(model, json.loads(gather_text(json.dumps(told), device)[0]), device)
     return UnplacedModel(model, waiting, device)
 
 
@@ -124,15 +103,9 @@ def _hollow(model: nn.Module, tensors: dict[str, Any], device: torch.device) -> 
     for name, p in list(model.named_parameters(remove_duplicate=False)):
         if id(p) not in made:
             shape, dtype = tensors[name]
-            if list(p.shape) != shape:
-                raise RuntimeError(f"{name} has the shape {list(p.shape)} here and {shape} on rank 0")
             hollow = torch.empty(1, dtype=getattr(torch, dtype), device=device).expand(shape)
-            if p.device.type == "meta":  # a parameter cannot leave that device
-                made[id(p)] = nn.Parameter(hollow, requires_grad=p.requires_grad)
-                made[id(p)].__dict__.update(p.__dict__)
-            else:
-                p.data = hollow
-                made[id(p)] = p
+            made[id(p)] = nn.Parameter(hollow, requires_grad=p.requires_grad)  # one on the meta device cannot leave it
+            made[id(p)].__dict__.update(p.__dict__)
         parent, _, leaf = name.rpartition(".")
         model.get_submodule(parent)._parameters[leaf] = made[id(p)]
     for name, b in model.named_buffers():
@@ -152,7 +125,7 @@ def place(unplaced: UnplacedModel, config: dict[str, Any]) -> None:
     if config["zero_optimization"]["stage"] == 3:
         import deepspeed
 
-        deepspeed.zero.Init(module=_InTurn(unplaced), config_dict_or_path=config)
+        deepspeed.zero.Init(module=unplaced, config_dict_or_path=config)
         return
     for p in unplaced.parameters():
         p.data = p.data.to(unplaced.device).contiguous()

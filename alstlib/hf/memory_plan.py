@@ -48,31 +48,49 @@ class MemoryPlan:
         self._handed_on = 0
         """Bytes that layers with a state hand on from a block, as the last micro-batch had them."""
 
-    def whole(self, x: Tensor) -> None:
-        """Layers run on all rows; x is the first layer's input.
+    def whole(self, x: Tensor, pages: int = 0, streamed: bool = False, travels: bool = False) -> None:
+        """Decide what layers keep that run on all rows; x is the first layer's input.
+
+        Args:
+            pages: bytes of keys and values on the host, with the sums of their gradients, where layers run on some of
+                the rows: in chunks that are `streamed`, with an input on the host where it `travels`, or in blocks.
 
         Raises:
-            HostOutOfMemory: on every rank, where on some rank what must be kept does not fit. The others raise it too.
+            HostOutOfMemory: on every rank, where on some rank what must be kept does not fit.
         """
-        self._decide(x)
+        options, store = self.options, self.store
+        output, many = self._output_bytes(x), max(1, len(self.facts.attending))
+        if not options.offload:
+            self.inputs_kept_every, self.attention_kept = 1, self._kept_on_device(x, output) / many
+            return
+        every, outputs, needed, room = self._host_keeps(x, pages, streamed, travels)
+        if not isinstance(x, FakeTensor):
+            every, negative = self._on_all_hosts(needed - room, every, -outputs)
+            outputs = -negative
+        if options.save_attention == "auto":
+            needed += outputs * output
+        self._needed = needed
+        there = store.leased if travels else 0
+        store.reserve(needed - there, room - there)
+        self.attention_kept, self.inputs_kept_every = outputs / many, every
+        self._say(x.nbytes, travels)
 
     def chunked(self, x: Tensor, device: torch.device, travels: bool, train: bool) -> None:
         """Layers run in row chunks on `device`; x is the first layer's input, on the host where it `travels`."""
-        keys = self._keys_and_values(x)
+        facts = self.facts
+        keys = self._pages(x, x.shape[1] * self.ctx.sp, facts.heads, facts.kv_heads, facts.kv_widths)
         beside = 0 if travels else x.nbytes  # a gradient, where x lies on the device
-        self._place_keys(x, device, keys, beside, streamed=True, travels=travels)
+        self._place_keys(x, device, keys, beside, True, travels)
         if train:
-            self._decide(x, keys if self.kv_on_host else 0, streamed=True, travels=travels)
+            self.whole(x, keys if self.kv_on_host else 0, True, travels)
 
     def blockwise(self, x: Tensor, blocks: Blocks) -> None:
         """A micro-batch runs block by block, of which x is the first block's first layer input."""
         pages = (blocks.count - 1) * self._handed_on
         for keys in self.facts.keys:
-            heads = max(kv_needed(keys.heads, keys.kv_heads, self.ctx.sp))
-            rows = x.shape[0] * blocks.kept_rows(keys.window)
-            pages += keys_and_values(rows, heads, keys.widths, x.element_size())
+            pages += self._pages(x, blocks.kept_rows(keys.window), keys.heads, keys.kv_heads, keys.widths)
         self._place_keys(x, x.device, pages, 0)
-        self._decide(x, pages if self.kv_on_host else 0)
+        self.whole(x, pages if self.kv_on_host else 0)
         if self.kv_on_host:
             blocks.courier = Courier(self.store, x.device)
         blocks.planned = True
@@ -85,8 +103,7 @@ class MemoryPlan:
             return
         self._needed += (blocks.count - 1) * max(0, self._handed_on - before)
         store, left = self.store, self._needed - self.store.leased
-        lacking = max(0, left - store.room() - store.unused)
-        self._check_hosts(self.ctx.largest([self._with_rank(lacking)])[0], lacking)
+        self._on_all_hosts(left - store.room() - store.unused)
         store.reserve(left)
 
     def renew(self) -> None:
@@ -98,27 +115,6 @@ class MemoryPlan:
     def keeps_attention(self, index: int) -> bool:
         """Whether the attention output of this layer, by its place, is kept."""
         return index in self.facts.attending[: round(self.attention_kept * len(self.facts.attending))]
-
-    def _decide(self, x: Tensor, pages: int = 0, streamed: bool = False, travels: bool = False) -> None:
-        """`pages`: bytes of keys and values on the host, with the sums of their gradients."""
-        options, store, ctx = self.options, self.store, self.ctx
-        output, many = self._output_bytes(x), max(1, len(self.facts.attending))
-        if not options.offload:
-            self.inputs_kept_every, self.attention_kept = 1, self._kept_on_device(x, output) / many
-            return
-        every, outputs, needed, room = self._host_keeps(x, pages, streamed, travels)
-        lacking = max(0, needed - room)
-        if not isinstance(x, FakeTensor):
-            every, negative, most = ctx.largest([every, -outputs, self._with_rank(lacking)])
-            outputs = -negative
-            self._check_hosts(most, lacking)
-        if options.save_attention == "auto":
-            needed += outputs * output
-        self._needed = needed
-        there = store.leased if travels else 0
-        store.reserve(needed - there, room - there)
-        self.attention_kept, self.inputs_kept_every = outputs / many, every
-        self._say(x.nbytes, travels)
 
     def _output_bytes(self, x: Tensor) -> int:
         """Bytes of one layer's attention output and its sums on this rank."""
@@ -135,11 +131,10 @@ class MemoryPlan:
         )  # fmt: skip
         return *found, room
 
-    def _keys_and_values(self, x: Tensor) -> int:
-        """Bytes of one layer's keys and values on this rank, with the sums of their gradients."""
-        facts, ranks = self.facts, self.ctx.sp
-        heads = max(kv_needed(facts.heads, facts.kv_heads, ranks))
-        return keys_and_values(x.shape[0] * x.shape[1] * ranks, heads, facts.kv_widths, x.element_size())
+    def _pages(self, x: Tensor, rows: int, heads: int, kv_heads: int, widths: int) -> int:
+        """Bytes of one layer's keys and values of so many rows on this rank, with the sums of their gradients."""
+        needed = max(kv_needed(heads, kv_heads, self.ctx.sp))
+        return keys_and_values(x.shape[0] * rows, needed, widths, x.element_size())
 
     def _place_keys(
         self, x: Tensor, device: torch.device, keys: int, beside: int, streamed: bool = False, travels: bool = False
@@ -165,34 +160,35 @@ class MemoryPlan:
         self.headroom.keep(kept * output)
         return kept
 
-    def _with_rank(self, nbytes: int) -> int:
-        """A number whose largest over ranks says which rank has most of these bytes, and how many."""
-        return nbytes * self.ctx.world_size + self.ctx.rank
-
-    def _check_hosts(self, most: int, lacking: int) -> None:
-        """Raise an error where another rank lacks host memory (`most`, the largest `_with_rank`) and this one does not:
-        `HostStore.reserve` raises it on the ranks that do, and a rank that went on would wait for them for ever."""
-        most, rank = divmod(most, self.ctx.world_size)
-        if most > 0 and not lacking:
+    def _on_all_hosts(self, lacking: int, *numbers: int) -> list[int]:
+        """The largest of each of these numbers over all ranks, where no host but this rank's lacks memory. (Where its
+        own does, `HostStore.reserve` says so; a rank that went on would wait for it for ever.)"""
+        ctx = self.ctx
+        *found, most = ctx.largest([*numbers, max(0, lacking) * ctx.world_size + ctx.rank])
+        most, rank = divmod(most, ctx.world_size)
+        if most > 0 and lacking <= 0:
             raise HostOutOfMemory(
                 f"offload needs {most:,} bytes of host memory more than rank {rank} has left; use shorter "
                 "sequences, more ranks, a larger host_memory, or offload=False"
             )
+        return found
 
     def _say(self, row: int, travels: bool) -> None:
         """Note what was decided, when it differs from what was noted before."""
-        found, every = [], self.inputs_kept_every
+        every = self.inputs_kept_every
         if every > 1:
             held = "on the host" if travels else f"({every * row:,} bytes) on the device"
-            found.append(
+            self._note(
                 f"host memory has no room for the inputs of all {len(self.facts.layers)} layers: one in {every} is "
-                f"kept; backward runs one more forward to make the others and holds up to {every} {held}"
+                "kept",
+                f"; backward runs one more forward to make the others and holds up to {every} {held}",
             )
         if self.kv_on_host and self.options.place("kv") == "auto":
-            found.append(
+            self._note(
                 "keys and values of a layer would take more than half of the device's free memory: they lie on the host"
             )
-        for note in found:
-            if note.partition(";")[0] not in {known.partition(";")[0] for known in self.notes}:
-                self.notes.append(note)
-                log.warning(note)
+
+    def _note(self, what: str, more: str = "") -> None:
+        if not any(note.startswith(what) for note in self.notes):
+            self.notes.append(what + more)
+            log.warning(what + more)

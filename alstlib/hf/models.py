@@ -4,24 +4,20 @@ counted."""
 from __future__ import annotations
 
 import importlib.util
-import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from alstlib.config import RunConfig
-from alstlib.hf.configs import check_model, check_sizes, overridden
+from alstlib.hf.configs import check_model, overridden
 from alstlib.hf.public_models import PUBLIC, SHAPES
 from alstlib.hf.support import heads_of
 from alstlib.options import check_names
-
-DECODER_LAYER = r"^(?:model\.|language_model\.|transformer\.)*(?:layers|h)\.(\d+)\."
-"""Weights of a decoder's layer, and its number: a tower of images has layers too."""
 
 
 def model_config(
@@ -47,7 +43,6 @@ def model_config(
     fields = config.to_dict()
     check_names(overrides, fields, "field of model.config")
     made = overridden(fields, overrides)
-    check_sizes(name, made)
     for field in {*overrides, *({"head_dim"} & set(fields))}:
         setattr(config, field, made[field])
     return config
@@ -62,8 +57,6 @@ def load_model(run: RunConfig, dtype: torch.dtype, *, shape_only: bool = False) 
     nothing is read but its config (see `model_config`)."""
     config = model_config(run.model.name, run.model.config, run.model.trust_remote_code, shape_only=shape_only)
     random = shape_only or has_random_weights(run)
-    if run.model.name in SHAPES and not random:
-        raise ValueError(f"model='{run.model.name}' is a shape without weights: random_weights must be True")
     if random:
         torch.manual_seed(run.optim.seed)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=run.model.trust_remote_code)
@@ -78,65 +71,29 @@ def load_model(run: RunConfig, dtype: torch.dtype, *, shape_only: bool = False) 
             )
             model, loaded = found
         except (SafetensorError, RuntimeError) as e:
-            raise ValueError(_why_unreadable(run, e)) from e
+            raise ValueError(
+                f"model='{run.model.name}': its weights cannot be loaded, because its files are damaged or were cut "
+                f"off, or its config or model.config asks for other sizes: {e}"
+            ) from e
         if missing := sorted(loaded["missing_keys"]):
             raise ValueError(
-                f"model='{run.model.name}' has no weights for {missing[0]}{_more(len(missing) - 1)}, which would be "
+                f"model='{run.model.name}' has no weights for {missing[0]} and {len(missing) - 1} more, which would be "
                 "random: model.config must not make the model larger than its weights, or random_weights must be True"
             )
-        _check_layers(run, config.get_text_config(), loaded["unexpected_keys"])
         _check_finite(run, model)
     return model.train()
-
-
-def _check_layers(run: RunConfig, config: Any, unused: Collection[str]) -> None:
-    """Refuse weights of layers that the config does not have, unless the run asks for fewer."""
-    layers = {int(number) for name in unused for number in re.findall(DECODER_LAYER, name)}
-    count = getattr(config, "num_hidden_layers", None)
-    if count is not None and max(layers, default=-1) >= count and "num_hidden_layers" not in run.model.config:
-        raise ValueError(
-            f"model='{run.model.name}': its config.json has num_hidden_layers={count}, but it has weights of "
-            f"{max(layers) + 1} layers; mend config.json, or give model.config={{'num_hidden_layers': {count}}} to "
-            "train without them"
-        )
 
 
 def _check_finite(run: RunConfig, model: PreTrainedModel) -> None:
     """Refuse weights that are not finite: some are met by no token until a state is saved. `aminmax` hands on NaN,
     makes no copy, and read 13 GB/s on one core, where `isfinite` read 0.3."""
     for name, p in model.named_parameters():
-        if (
-            p.is_floating_point()
-            and p.itemsize > 1
-            and p.numel()
-            and not all(map(torch.isfinite, p.detach().aminmax()))
-        ):
+        floats = p.is_floating_point() and p.itemsize > 1 and p.numel()
+        if floats and not all(map(torch.isfinite, p.detach().aminmax())):
             raise ValueError(
                 f"model='{run.model.name}': its weight {name} is not finite: it has NaN or infinity; mend the files of "
                 "the model, or copy them again"
             )
-
-
-def _more(others: int) -> str:
-    return f" and {others} more" if others else ""
-
-
-def _why_unreadable(run: RunConfig, error: Exception) -> str:
-    """Which weights cannot be loaded, and why."""
-    if "mismatched_sizes" in str(error):
-        fields = ", ".join(f"{name}={value!r}" for name, value in run.model.config.items())
-        what = f"model.config asks for ({fields})" if fields else "its config.json says"
-        return (
-            f"model='{run.model.name}': its weights have other sizes than {what}; leave those fields out, or train "
-            "from random_weights=True"
-        )
-    for path in sorted(Path(run.model.name).glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt"):
-                pass
-        except (SafetensorError, OSError) as e:
-            return f"model='{run.model.name}': {path} is damaged or was cut off ({e}); copy it again"
-    return f"model='{run.model.name}': its weights cannot be loaded: {error}"
 
 
 def flop_dimensions(model: PreTrainedModel) -> dict[str, int]:
@@ -181,14 +138,13 @@ def put_liger(run: RunConfig, model: PreTrainedModel, gpu: bool) -> None:
     """
     wanted, kind = run.model.liger, model.config.model_type
     if wanted == "auto":
-        if gpu and run.options.tile("loss") and kind in liger_knows():
-            liger_kernels(model)
-    elif wanted:
-        if not gpu:
-            raise ValueError(f"liger={wanted!r} needs a GPU; use liger='auto', which takes Liger's kernels on one")
-        if kind not in (known := liger_knows()):
-            what = f"does not know the model_type {kind}" if known else "is not installed"
-            raise ValueError(f"liger={wanted!r} needs the package liger-kernel, which {what}; use liger='auto'")
+        wanted = gpu and bool(run.options.tile("loss")) and kind in liger_knows()
+    elif wanted and not (gpu and kind in liger_knows()):
+        raise ValueError(
+            f"liger={wanted!r} needs a GPU and the package liger-kernel, which is not installed or does not know the "
+            f"model_type {kind}; use liger='auto'"
+        )
+    if wanted:
         liger_kernels(model)
 
 

@@ -40,7 +40,7 @@ class StepInputs:
     row_length: Any = None
     """Tokens of a whole sample, before it was padded for the ranks; None: not told."""
     longest: Tensor | None = None
-    """[1, 1] the largest position of the whole sequence, where the positions at hand are not all of it."""
+    """[1, 1] the largest position of the whole sequence, where the model asks for it (`Facts.by_longest`)."""
     real: Tensor | None = None
     """[B, L] which tokens are not padding; None: all."""
     striped: bool = False
@@ -63,8 +63,6 @@ class Objective:
     """Where the head notes what it finds of each token, if that is asked for."""
     look: Look | None = None
     """An evaluation's function that gets the logits [B, t, V] tile by tile, in the order in which layers had them."""
-    router: RouterLoss | None = None
-    """The load-balancing loss, if it is asked for."""
     router_tokens: float | None = None
     """The number of tokens that the load-balancing loss weighs as much as; None: those of the group with a label."""
 
@@ -80,6 +78,8 @@ class PassState(Pass):
 
     inputs: StepInputs
     objective: Objective = field(default_factory=Objective)
+    router: RouterLoss | None = None
+    """The load-balancing loss, if it is asked for."""
     travels: bool = False
     """Whether hidden states lie on the host, from where chunks of them visit the device."""
     part: RowChunk | Blocks | None = None

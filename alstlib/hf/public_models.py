@@ -4,16 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-_LLAMA_8B = {
-    "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-    "rope_parameters": {
-        "rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-    },
-}  # fmt: skip
-
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
         "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
@@ -23,7 +13,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 8192, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 16,
         "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
     },
-    "llama-3.1-8b": _LLAMA_8B,
+    "llama-3.1-8b": {
+        "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+        },
+    },
 }  # fmt: skip
 """Shapes of Llama models with random weights. `small` shows every row's effect on a laptop's CPU."""
 

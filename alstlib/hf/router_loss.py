@@ -47,11 +47,7 @@ class RouterLoss:
             real: [B, s] which of them are not padding; None: all.
         """
         if real is not None:
-            real = real.flatten()
-            if real.numel() != logits.shape[0]:
-                raise ValueError(
-                    f"a router saw {logits.shape[0]} tokens of {real.numel()}: padding cannot be told apart"
-                )
+            real = real.reshape(logits.shape[0])
         if self.slope is None:
             self._add(logits.detach(), real)
         if torch.is_grad_enabled() and logits.requires_grad:
@@ -74,9 +70,8 @@ class RouterLoss:
 
         In a recompute the loss is known: its gradient alone is joined to `total`."""
         if self.slope is not None:
-            return _WithLoss.apply(total, total.new_zeros(()), self)
-        if self.sums is None:
-            raise ValueError("output_router_logits=True, but no router ran")
+            return self._noting_scale(total)
+        assert self.sums is not None
         e = self.experts
         own = self.sums[e : 2 * e]
         whole = torch.cat([self.sums, tokens[None].to(self.sums)])
@@ -85,22 +80,18 @@ class RouterLoss:
         shares, rows, tokens = whole[:e] / whole[2 * e], whole[2 * e], whole[-1]
         self.value = e * (shares * whole[e : 2 * e]).sum() / rows
         self.slope = shares * (e * self.weight / rows) * tokens
-        return _WithLoss.apply(total, (self.slope * own).sum().to(total.dtype), self)
+        return self._noting_scale(total + (self.slope * own).sum().to(total.dtype))
 
+    def _noting_scale(self, total: Tensor) -> Tensor:
+        """A view of the total whose backward, which comes before any layer's, notes what it is multiplied by."""
 
-class _WithLoss(torch.autograd.Function):
-    """Adds the loss, and notes what backward multiplies it by, before any layer's backward runs."""
+        def note(grad: Tensor) -> None:
+            self.scale = grad.detach()
 
-    @staticmethod
-    def forward(ctx: Any, total: Tensor, extra: Tensor, loss: RouterLoss) -> Tensor:
-        ctx.loss = loss
-        return total + extra
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        ctx.loss.scale = grad.detach()
-        return grad, None, None
+        total = total.view_as(total)
+        if total.requires_grad:
+            total.register_hook(note)
+        return total
 
 
 class _Balance(torch.autograd.Function):

@@ -6,16 +6,15 @@ Shape legend: B rows of a micro-batch, L tokens of this rank's slice, D document
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from alstlib.hf.arguments import check_number
-from alstlib.hf.calls import CallAgreement, handle_of
-from alstlib.hf.causal_lm_loss import check_batch, check_first_backward, fields_of
-from alstlib.hf.inputs import NUMBERS
+from alstlib.hf.causal_lm_loss import check_batch, fields_of
+from alstlib.hf.inputs import STATE, agree, check_number, handle_of, read_call
+from alstlib.hf.pass_state import Objective
 from alstlib.mesh import SPContext
 from alstlib.recompute import first_order
 from alstlib.tiled.logits import Statistics
@@ -34,14 +33,6 @@ class TokenLogps(NamedTuple):
     """The mean of the logits over the vocabulary, detached; 0 where the label is -100."""
 
 
-@overload
-def token_logps(
-    model: Any, batch: Mapping[str, Any], *, temperature: float = ...
-) -> Tensor: ...  # fmt: skip
-@overload
-def token_logps(
-    model: Any, batch: Mapping[str, Any], *, statistics: bool = ..., temperature: float = ...
-) -> Any: ...  # fmt: skip
 def token_logps(
     model: Any, batch: Mapping[str, Any], *, statistics: bool = False, temperature: float = 1.0
 ) -> Any:  # fmt: skip
@@ -76,15 +67,14 @@ def token_logps(
         ValueError: as `causal_lm_loss`; the temperature is not above 0, or the config of a mixture of experts asks for
             its load-balancing loss (output_router_logits).
     """
-    handle, found = handle_of(model), Statistics() if statistics else None
-    arguments = {"temperature": temperature, "statistics": statistics}
-    with CallAgreement(handle, "token_logps", arguments, batch, own_group=True) as agreement:
+    handle, arguments = handle_of(model), {"temperature": temperature, "statistics": statistics}
+    with agree(handle, "token_logps", arguments, batch, own_group=True) as agreement:
         check_batch(batch, 1)
-        check_number("temperature", temperature, *NUMBERS["temperature"])
-        check_first_backward(model)
-        fields = {**fields_of(batch), "temperature": float(temperature), "statistics": found}
-        given = agreement.read(fields, handle.chunk)
-    logps = model(**given).logits
+        check_number("temperature", temperature, "a number above 0; 1.0 leaves the logits as they are", 1e-30)
+        found = Statistics() if statistics else None
+        objective = Objective(temperature=float(temperature), statistics=found)
+        state = read_call(handle, given := fields_of(batch), objective, handle.chunk, agreement)
+    logps = model(**given, **{STATE: state}).logits
     return logps if found is None else TokenLogps(logps, found.entropy, found.correct, found.mean)
 
 

@@ -26,8 +26,8 @@ def zero_config(model: torch.nn.Module, **fields: Any) -> dict[str, Any]:
     Raises:
         ValueError: another field, or a value that is none of the field's.
     """
-    where = {"batch_size": "data.batch_size"}
-    where |= {name.split(".")[1]: name for name in FIELDS if name.startswith(("engine.", "optim."))}
+    ours = [name for name in FIELDS if name.startswith(("engine.", "optim.", "data.batch_size"))]
+    where = {name.split(".")[1]: name for name in ours}
     check_names(fields, where, "field of zero_config")
     run = RunConfig.from_dict({where[name]: value for name, value in {"offload_optimizer": False, **fields}.items()})
     parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())  # partitioned already, or whole
@@ -65,7 +65,7 @@ def engine_config(run: RunConfig, parameters: int, bf16: bool) -> dict[str, Any]
         "torch_adam": True,
     }
     adam["fused"] = True  # one pass over the state: PyTorch's default makes temporaries as large as the weights
-    config: dict[str, Any] = {
+    return {
         "train_micro_batch_size_per_gpu": run.data.batch_size,
         "gradient_accumulation_steps": run.optim.accumulation,
         "gradient_clipping": run.optim.max_grad_norm,
@@ -76,4 +76,3 @@ def engine_config(run: RunConfig, parameters: int, bf16: bool) -> dict[str, Any]
         "steps_per_print": 10**9,
         "bf16": {"enabled": bf16},
     }
-    return config

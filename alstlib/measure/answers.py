@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-import alstlib
 from alstlib.config import Model, RunConfig
 from alstlib.hf.support import check_model
 from alstlib.linear.adapters import mixers_of
@@ -110,7 +109,7 @@ def count(name: str, overrides: Mapping[str, Any], trust: bool) -> dict[str, Any
     run = RunConfig(model=Model(name=name, config=dict(overrides), trust_remote_code=trust, dtype="bf16"))
     with torch.device("meta"):
         model: Any = whole_model(run, "cuda")
-    facts, config = check_model(model, alstlib.SPContext(), "auto"), model.config.get_text_config()
+    facts, config = check_model(model, "auto"), model.config.get_text_config()
     mixing = mlps = 0.0
     for i, layer in enumerate(facts.layers):
         mixes = i in facts.attending or mixers_of(layer)

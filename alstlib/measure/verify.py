@@ -287,7 +287,7 @@ def _at_full_size(config: Any, options: alstlib.Options, trust: bool) -> list[An
         kinds = kinds_of_layers(decoder_layers(model))
     except Exception:  # a model that computes with values while it is built; the small one is checked
         return kinds_in_lists(config.get_text_config())
-    check_model(model, alstlib.SPContext(), options.attention)
+    check_model(model, options.attention)
     return kinds
 
 

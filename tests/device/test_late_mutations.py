@@ -17,10 +17,11 @@ from mutate import changed, mutated
 import alstlib
 from alstlib import recompute
 from alstlib.data.loader import SPDataLoader
-from alstlib.hf import block_calls, block_step, causal_lm_loss, hidden_states, layer_runner
+from alstlib.hf import block_step, causal_lm_loss, layer_runner
 from alstlib.linear import adapter, by_heads, convolution, pass_state
 from alstlib.offload import checkpoints, courier, host_store, storage
 from alstlib.streaming import blocks, chunked, pages
+from alstlib.tiled import compute
 from alstlib.ulysses import alltoall, attention, head_layouts
 
 
@@ -68,9 +69,7 @@ MUTATIONS = {
     "send: x is freed": Mutation(COPIES.send, "append((x, done))", "append((None, done))", ALONE),
     "send: x is freed without a wait": Mutation(COPIES.send, "compute.wait_event(done_before)", "pass", ALONE),
     "finish: the host does not wait": Mutation(COPIES.finish, "stream.synchronize()", "pass", ALONE),
-    "finish: rotary tables are not there yet": Mutation(
-        hidden_states._rotary, "courier.finish()", "pass", ALONE
-    ),
+    "finish: rotary tables are not there yet": Mutation(compute._run_tiles, "courier.finish()", "pass", ALONE),
     "put: out does not wait": Mutation(COPIES.send, "self.out.wait_stream(compute)", "pass", ALONE_KEPT),
     "put: x is freed": Mutation(COPIES.send, "append((x, done))", "append((None, done))", ALONE_KEPT),
     "put: x is freed without a wait": Mutation(COPIES.send, "compute.wait_event(done_before)", "pass", ALONE_KEPT),
@@ -195,7 +194,7 @@ MUTATIONS = {
         block_step.block_step, "in reversed(order) if train", "in order if train", DDP
     ),
     "blocks: one without tokens has a label": Mutation(
-        block_calls.without_tokens, "torch.full_like(like, IGNORE)", "torch.full_like(like, 5)", DDP
+        block_step.without_tokens, "torch.full_like(like, IGNORE)", "torch.full_like(like, 5)", DDP
     ),
     "loss: replicas are not counted": Mutation(
         causal_lm_loss.share_of, f"({SHARE}", f"({SHARE}".replace("world_size", "sp"), DDP

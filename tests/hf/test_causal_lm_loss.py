@@ -21,15 +21,6 @@ LENGTH = 12
 OPTIONS = {"tiles": {"mlp": 5, "loss": 7, "norm": True}, "save_attention": True}
 
 
-@pytest.mark.parametrize("name", ["input_ids", "position_ids", "shift_labels"])
-def test_a_missing_field_is_named(name):
-    others = {n: t for n, t in batch_of(LENGTH).items() if n != name}
-    with attach(make_model()) as handle:
-        for data in (others, {**others, name: None}, {}):
-            has = ", ".join(others) if data else "nothing"
-            check_refused(rf"the batch has no \w+; it has {has}", alstlib.causal_lm_loss, handle.model, data)
-
-
 def test_a_model_that_is_not_attached_is_refused():
     """Hugging Face's models swallow fields that they do not know: their loss would be another one."""
     model = make_model()

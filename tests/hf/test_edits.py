@@ -5,7 +5,6 @@ import gc
 import weakref
 
 import pytest
-import torch
 from cases import ALL_ON, attach, batch_of, check_refused, check_step, gradients, make_model, own_step, plain_step, step
 from transformers import AttentionInterface
 
@@ -73,31 +72,15 @@ def test_a_handle_that_is_dropped_leaves_the_model_attached():
     check_step(step(model, BATCH), want)
 
 
-@pytest.mark.parametrize("leaf", [True, False])
-def test_detach_gives_back_what_a_user_had_set(leaf):
-    model = make_model()
-    for layer in model.model.layers:
-        layer._z3_leaf = leaf
-    model.generate = lambda *args: "mine"  # type: ignore[method-assign]
-    with attach(model, chunk=5):
-        assert model.generate() == "mine"
-        assert all(layer._z3_leaf for layer in model.model.layers)
-    assert model.generate() == "mine"
-    assert [layer.__dict__.get("_z3_leaf") for layer in model.model.layers] == [leaf, leaf]
-
-
 @pytest.mark.parametrize("how", HOW)
 def test_what_a_user_wraps_while_attached_stays_and_is_plain_after_detach(how):
-    model = make_model()
+    model, calls = make_model(), []
     want = plain_step(model, BATCH)
-    generated, calls = model.generate(IDS, max_new_tokens=3, do_sample=False), []
     with attach(model, **HOW[how]):
-        layer, ours, make = model.model.layers[0], model.model.layers[0].forward, model.generate
+        layer, ours = model.model.layers[0], model.model.layers[0].forward
         layer.forward = lambda *args, **kwargs: calls.append(1) or ours(*args, **kwargs)
-        model.generate = lambda *args, **kwargs: calls.append(2) or make(*args, **kwargs)  # type: ignore[method-assign]
         step(model, BATCH)
-    assert 1 in calls
+    assert calls
     calls.clear()
     check_step(own_step(model, input_ids=IDS, labels=IDS), want)
-    assert torch.equal(model.generate(IDS, max_new_tokens=3, do_sample=False), generated)
-    assert {1, 2} == set(calls)
+    assert calls

@@ -14,10 +14,8 @@ from cases import (
     make_model,
     on_ranks,
     own_step,
-    plain_step,
     sample_of,
     step,
-    worst_error,
 )
 from operators import error_of, peak_of_step
 from torch import nn
@@ -48,23 +46,20 @@ def test_the_routers_logits_are_those_of_the_whole_slice(name):
     """Without labels transformers collects them itself: one entry for each layer, with the tokens in order."""
     model, ids = zoo.build(name), sample(2)["input_ids"]
     want = model(ids, output_router_logits=True)
-    with attach(model, checkpoint=False, tiles=THREE):
+    with attach(model, tiles=THREE), torch.no_grad():
         got = model(ids, output_router_logits=True)
     torch.testing.assert_close(got.router_logits, want.router_logits, atol=1e-5, rtol=1e-5)
     assert got.aux_loss.item() == pytest.approx(want.aux_loss.item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("read", ["aux_loss", "router_logits"])
 @pytest.mark.parametrize("how", HOW)
-def test_a_balance_without_a_graph_is_not_left_out(how, read):
+def test_a_balance_without_a_graph_is_not_left_out(how):
     """A loss of the user's own, of logits and of the routers' balance, would have no gradient of the second part."""
     model, ids = zoo.build("mixtral"), sample()["input_ids"]
     with attach(model, **HOW[how]):
-        out = model(ids, output_router_logits=True)
-        balance = out.aux_loss if read == "aux_loss" else out.router_logits[1].logsumexp(-1).sum()
-        check_refused(
-            r"aux_loss and router_logits have no gradient here: .* model labels", (out.logits.sum() + balance).backward
-        )
+        check_refused("keep no graph of the router's logits. Give labels", model, ids, output_router_logits=True)
+        with torch.no_grad():
+            assert model(ids, output_router_logits=True).aux_loss > 0
 
 
 def test_a_balance_with_a_graph_has_its_gradient():
@@ -92,35 +87,21 @@ def test_a_recompute_does_not_run_experts_in_vain(name):
     assert len(calls) == 12
 
 
-class Returning(GptOssDecoderLayer):
-    """A layer that returns the scores with which its experts were chosen."""
+class Reading(GptOssDecoderLayer):
+    """A layer that weights what its experts made once more by the scores with which they were chosen."""
 
     def forward(self, hidden_states, **kwargs):  # type: ignore[override]
         attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
         hidden = hidden_states + attended
-        return hidden, *self.mlp(self.post_attention_layernorm(hidden))
+        routed, scores = self.mlp(self.post_attention_layernorm(hidden))
+        return hidden + routed * scores.view(*hidden.shape[:2], -1)[..., :1]
 
 
-class Reading(Returning):
-    """A layer that weights what its experts made once more by the scores."""
-
-    def forward(self, hidden_states, **kwargs):  # type: ignore[override]
-        return weighted(super().forward(hidden_states, **kwargs))
-
-
-def weighted(returned):
-    hidden, routed, scores = returned
-    return hidden + routed * scores.view(*hidden.shape[:2], -1)[..., :1]
-
-
-@pytest.mark.parametrize("kind", [Reading, Returning])
-def test_further_outputs_that_a_layer_reads_or_returns_are_computed(kind):
+def test_further_outputs_that_a_layer_reads_are_computed():
     """Their gradient counts, and a recompute has them."""
     model = zoo.build("gpt_oss")
     for layer in model.model.layers:
-        layer.__class__ = kind
-        if kind is Returning:
-            layer.register_forward_hook(lambda module, args, out: weighted(out))
+        layer.__class__ = Reading
     check_attached(model, sample(), tiles=THREE)
 
 
@@ -148,36 +129,20 @@ def test_the_default_tile_takes_no_more_than_the_block_untiled(dtype, worth):
         for rows in (worth // 2, 2 * worth, 2 * worth + 1, 8 * worth):
             assert peak(rows, ours) <= peak(rows, block) + 2 * rows * 32 * dtype.itemsize, rows
         assert peak(8 * worth, ours) < 0.5 * peak(8 * worth, block)
-        block.requires_grad_(False)
-        assert ours._default_tile(torch.zeros(1, 9, 32, dtype=dtype)) == 1, "frozen: no sums"
 
 
 # ----- blocks that mix tokens
 
 
 class Block(nn.Module):
-    """Each token goes to the expert that its router prefers."""
+    """A user's own."""
 
     def __init__(self):
         super().__init__()
-        self.gate, self.top_k = nn.Linear(32, 4), 1
-        self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+        self.gate, self.experts = nn.Linear(32, 4), nn.ModuleList([nn.Linear(32, 32)])
 
     def forward(self, hidden_states):
-        chosen, weights = self.choose(self.gate(hidden_states).softmax(-1))
-        return sum(e(hidden_states) * (weights * (chosen == i)).sum(-1, True) for i, e in enumerate(self.experts))
-
-    def choose(self, shares):
-        weights, chosen = shares.max(-1, keepdim=True)
-        return chosen, weights
-
-
-class Limited(Block):
-    """What an expert makes of a token is weighted by the token's share of all tokens."""
-
-    def choose(self, shares):
-        weights, chosen = shares.max(-1, keepdim=True)
-        return chosen, weights / weights.mean(1, keepdim=True)
+        return self.experts[0](hidden_states) * self.gate(hidden_states).softmax(-1)[..., :1]
 
 
 class ByToken(Block):
@@ -187,7 +152,6 @@ class ByToken(Block):
 
 def with_blocks(kind):
     model = make_model()
-    torch.manual_seed(1)
     for layer in model.model.layers:
         layer.mlp = kind()
     return model
@@ -198,15 +162,31 @@ UNKNOWN = "may mix tokens (see Options.experts_by_token)"
 
 @pytest.mark.parametrize(
     ("kind", "says", "left"),
-    [(Block, True, ""), (Block, False, UNKNOWN), (Limited, False, UNKNOWN),
-     (ByToken, True, "routes to experts by more than its tokens")],
-)  # fmt: skip
+    [(Block, True, ""), (Block, False, UNKNOWN), (ByToken, True, "routes to experts by more than its tokens")],
+)
 def test_blocks_that_may_mix_tokens_are_left_as_they_are(kind, says, left, caplog):
     """Unless the user says that they do not: then they run in tiles."""
-    with attach(with_blocks(kind), tiles=THREE, experts_by_token=says) as handle:
-        assert [isinstance(layer.mlp, TiledExperts) for layer in handle.facts.layers] == [not left] * 2
+    model = with_blocks(kind)
+    handle = check_attached(model, sample(), tiles=THREE, experts_by_token=says)
+    with attach(model, tiles=THREE, experts_by_token=says):
+        assert [isinstance(layer.mlp, TiledExperts) for layer in model.model.layers] == [not left] * 2
     assert handle.notes == [f"layer {i}: mlp ({kind.__name__}) {left}: left untiled" for i in range(2) if left]
     assert {r.message for r in caplog.records if r.name.startswith("alstlib.hf")} == set(handle.notes)
+
+
+def refused(rank, world):
+    ctx = alstlib.SPContext.create(world)
+    return error_of(attach, with_blocks(Block), ctx, chunk=None if world > 1 else 5)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_blocks_that_may_mix_tokens_are_refused_for_some_of_the_rows(pools, world):
+    """Of a rank, of a chunk, and of a block of the model."""
+    for said in on_ranks(pools, world, refused):
+        assert said.startswith("layer 0: mlp (Block) routes tokens to experts, and may mix them: ")
+        assert "Options(experts_by_token=True)" in said
+    with attach(with_blocks(Block)) as handle:
+        check_refused(r"may mix them: .*run by blocks", step, handle.model, sample(), block=5)
 
 
 def test_experts_that_a_layer_calls_itself_are_said():
@@ -219,31 +199,6 @@ def test_experts_that_a_layer_calls_itself_are_said():
     assert check_attached(model, sample(), tiles=THREE).notes == [
         f"layer {i}: experts (Gemma4TextExperts) is not inside its MLP: left untiled" for i in range(2)
     ]
-
-
-def refused(rank, world):
-    ctx = alstlib.SPContext.create(world)
-    return error_of(attach, with_blocks(Limited), ctx, chunk=None if world > 1 else 5)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_blocks_that_may_mix_tokens_are_refused_for_some_of_the_rows(pools, world):
-    for said in on_ranks(pools, world, refused):
-        assert said.startswith("layer 0: mlp (Limited) routes tokens to experts, and may mix them: ")
-        assert "Options(experts_by_token=True)" in said
-
-
-def test_blocks_that_may_mix_tokens_are_refused_in_blocks_of_the_model():
-    with attach(with_blocks(Limited)) as handle:
-        check_refused(r"may mix them: .*run by blocks", step, handle.model, sample(), block=5)
-
-
-def test_a_block_that_mixes_tokens_is_seen_by_the_comparison():
-    """`alst verify` says of all blocks that they are token-wise, and compares."""
-    model = with_blocks(Limited)
-    want = plain_step(model, sample())
-    with attach(model, tiles=THREE, experts_by_token=True):
-        assert worst_error(step(model, sample())[1], want[1])[0] > 1e-3
 
 
 # ----- ZeRO-3

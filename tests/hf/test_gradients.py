@@ -1,17 +1,9 @@
 """The gradient contract under every engine, where the net of whole steps (tests/matrix.py) draws no such values."""
 
-import contextlib
 import functools
 
 import pytest
-import zoo
-from cases import ALL_OFF, ALL_ON, attach, gradients, make_model, make_samples, plain_run, worst_error
-from matrix import Case, More, check, decoder_layers, run, zero_config
-from operators import error_of
-from torch import nn
-
-import alstlib
-from alstlib.data.loader import SPDataLoader
+from matrix import Case, More, check, decoder_layers, run
 
 
 def step(pools, case, **more):
@@ -103,39 +95,6 @@ def test_tied_embeddings(pools, engine, bucket):
     step(pools, Case("llama", weights="tied", way="kept", engine=engine), bucket=bucket)
 
 
-def static_graph_steps(rank, world, options):
-    """Steps of two micro-batches under DDP with a static graph: what the first says with no_sync() and block by block,
-    then errors."""
-    ctx, model, samples = alstlib.SPContext.create(2), make_model(), make_samples(2)
-    _, want = plain_run(model, samples)
-    attach(model, ctx, **options)
-    engine, errors = nn.parallel.DistributedDataParallel(model, static_graph=True), []
-    batches = [*SPDataLoader(samples, ctx, 2, replicated=True)]
-    with engine.no_sync():
-        said = [
-            error_of(alstlib.causal_lm_loss, engine, batches[0]),
-            error_of(alstlib.block_step, engine, batches[0], 4),
-        ]
-    for number in range(3):
-        model.zero_grad()
-        for i, batch in enumerate(batches):
-            with engine.no_sync() if number and i == 0 else contextlib.nullcontext():
-                alstlib.causal_lm_loss(engine, batch).loss.backward()
-        errors.append(worst_error(gradients(model), want)[0])
-    return said, errors
-
-
-STREAMED = {**ALL_ON, "chunk": 5}
-
-
-@pytest.mark.parametrize("options", [ALL_OFF, ALL_ON, STREAMED], ids=["all off", "all on", "streamed"])
-def test_ddp_with_a_static_graph(ranks2, options):
-    for (whole, blocks), errors in ranks2(static_graph_steps, options):
-        assert "has to reduce its first backward" in whole
-        assert options is not ALL_ON or "of the first step with causal_lm_loss" in blocks
-        assert max(errors) < 1e-5
-
-
 def shared(name, model):
     """Gives the second layer the first one's module, or weight of a module."""
     here, _, attribute = name.rpartition(".")
@@ -153,20 +112,3 @@ def test_weights_that_layers_share(pools, name):
     with pytest.raises(AssertionError, match=rf"layers.0.{name}.* trains and is used in several parts"):
         share(case=Case("llama", way="kept", engine="zero3"))
     share(case=Case("llama", way="kept", engine="zero3", weights="frozen MLPs and norms"))
-
-
-def sharded_zamba2(rank, world):
-    """What `apply` says to weights that DeepSpeed has sharded already; it takes them once they are frozen."""
-    import deepspeed
-
-    model = zoo.build_hybrid("zamba2")
-    deepspeed.zero.Init(module=model, config_dict_or_path=zero_config(3, 1, 1_000))
-    with pytest.raises(ValueError, match="trains and is used in several parts") as refused:
-        attach(model, alstlib.SPContext.create(2))
-    attach(model.requires_grad_(False), alstlib.SPContext.create(2)).detach()
-    return str(refused.value)
-
-
-def test_layers_that_share_weights_are_refused_when_attached_under_zero3(ranks2):
-    for message in ranks2(sharded_zamba2):
-        assert "ZeRO-3 keeps the gradient of one of them: use zero_stage 0 or 1, or freeze it" in message

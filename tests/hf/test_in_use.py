@@ -22,9 +22,6 @@ from cases import (
     step,
 )
 from operators import attend, error_of, randn
-from torch import nn
-from transformers.models.jamba.modeling_jamba import JambaPreTrainedModel
-from transformers.utils.output_capturing import OutputRecorder
 
 import alstlib
 from alstlib.kernels.backends import BACKENDS
@@ -173,28 +170,6 @@ def test_a_router_loss_that_is_not_known_is_refused():
     with attach(model):
         said = error_of(model, **SAMPLE, output_router_logits=True)
     assert "output_router_logits=True: the router's loss of JetMoe" in said
-
-
-def by_projection(router, x):
-    logits = router.projection(x)
-    weights, chosen = logits.softmax(-1).topk(router.top_k, -1)
-    return logits, weights, chosen
-
-
-def test_a_router_may_be_one_projection_among_others(monkeypatch):
-    """Jamba's was, before transformers 5.21: its class alone does not say it, and only logits come out."""
-    model = zoo.build_hybrid("jamba", output_router_logits=True)
-    loss, grads = plain_step(model, SAMPLE)
-    want = loss, {name.replace("router.weight", "router.projection.weight"): g for name, g in grads.items()}
-    for router in [m.router for m in model.modules() if hasattr(m, "router")]:
-        router.projection = nn.Linear(1, 1, bias=False)
-        router.projection.weight = router._parameters.pop("weight")
-        router.forward = functools.partial(by_projection, router)
-    recorded = {"router_logits": OutputRecorder(nn.Linear, layer_name="router.projection")}
-    monkeypatch.setattr(JambaPreTrainedModel, "_can_record_outputs", {**model._can_record_outputs, **recorded})
-    with attach(model, **ALL_ON) as handle:
-        assert {type(m) for m in handle.facts.routers} == {nn.Linear}
-        check_step(step(model, SAMPLE), want)
 
 
 @pytest.mark.parametrize("name", ["cpu", "blockwise"])

@@ -1,12 +1,11 @@
 """Loading onto ranks: the weights of plain loading, and no rank's host takes more than its part and one tensor."""
 
 import gc
-import json
 import time
 
 import pytest
 import torch
-from cases import by_own_names, check_refused, make_model, same
+from cases import by_own_names, make_model, same
 
 from alstlib.config import RunConfig
 from alstlib.hf.loading import load_on_first, place
@@ -58,44 +57,9 @@ def test_what_rank_0_meets_is_raised_on_every_rank(ranks2, tmp_path):
         assert "has no weights for model.layers.2." in message
     model = make_model("llama", num_hidden_layers=2)
     model.get_input_embeddings().weight.data[-1, 3] = float("nan")  # a token that no document has
-    model.save_pretrained(tmp_path / "parts", max_shard_size="20KB")
-    assert len(list(tmp_path.glob("parts/*.safetensors"))) > 1
+    model.save_pretrained(tmp_path / "parts")
     for message in ranks2(refused, RunConfig(model={"name": str(tmp_path / "parts")})):
         assert "its weight model.embed_tokens.weight is not finite" in message
-
-
-@pytest.mark.parametrize("value", [float("inf"), -float("inf")])
-def test_weights_in_bf16_are_looked_at_once(tmp_path, value):
-    model = make_model("llama", num_hidden_layers=1).to(torch.bfloat16)
-    model.lm_head.weight.data[0, 0] = value
-    model.save_pretrained(tmp_path)
-    check_refused(
-        r"its weight lm_head\.weight is not finite",
-        load_model,
-        RunConfig(model={"name": str(tmp_path)}),
-        torch.bfloat16,
-    )
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        (
-            {"num_hidden_layers": 1},
-            "num_hidden_layers=1, but it has weights of 2 layers; .* or give model.config={'num",
-        ),
-        ({"num_hidden_layers": -1}, "its config has num_hidden_layers=-1; it must be at least 1"),
-        ({"num_attention_heads": 0, "head_dim": None}, "num_attention_heads=0; it must be at least 1"),
-    ],
-    ids=str,
-)
-def test_sizes_that_a_model_cannot_have(tmp_path, changes, message):
-    make_model("llama", num_hidden_layers=2).save_pretrained(tmp_path)
-    file, run = tmp_path / "config.json", RunConfig(model={"name": str(tmp_path)})
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-    check_refused(message, load_model, run, torch.float32)
-    if changes == {"num_hidden_layers": 1}:
-        assert load_model(run.replace(model={"config": changes}), torch.float32).config.num_hidden_layers == 1
 
 
 def peak_while_loading(rank, world, run):

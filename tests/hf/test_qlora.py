@@ -6,8 +6,8 @@ import importlib.util
 
 import pytest
 import torch
-from cases import make_model, same, worst_error
-from peft import PeftModel, prepare_model_for_kbit_training
+from cases import make_model, same
+from peft import prepare_model_for_kbit_training
 from torch import nn
 from trainers import check_runs, train
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -63,17 +63,12 @@ def run(rank, world, how, engine, kind, folder, settings):
 @pytest.mark.parametrize("kind", BASES)
 @pytest.mark.parametrize(("engine", "options"), [("ddp", {"chunk": 5}), ("zero2", {})], ids=["DDP, chunks", "ZeRO-2"])
 def test_two_ranks_train_as_one_process(ranks2, tmp_path, engine, options, kind):
-    """Losses, gradient norms and weights of 6 steps, and the adapter that was saved, on the base as it was."""
-    folder, saved = str(tmp_path / "model"), tmp_path / "out"
+    """Losses, gradient norms and weights of 6 steps, on the base as it was."""
+    folder = str(tmp_path / "model")
     make_model(**WIDTHS).save_pretrained(folder)
     want = run(0, 1, "plain", "ddp", kind, folder, {})
     packed = {name: p for name, p in want["weights"].items() if p.dtype is torch.uint8}
     assert len(packed) == 2 * 7
-    settings = {"save_strategy": "steps", "save_steps": 6, "folder": str(saved), "options": options}
-    runs = ranks2(run, "ours", engine, kind, folder, settings)
+    runs = ranks2(run, "ours", engine, kind, folder, {"options": options})
     check_runs(runs, want)
     assert all(same({name: got["weights"][name] for name in packed}, packed) for got in runs)
-    read = PeftModel.from_pretrained(base(kind, folder), saved / "checkpoint-6")
-    adapter = {name: p.detach() for name, p in read.named_parameters() if "lora" in name}
-    assert len(adapter) == 2 * 2 * 4
-    assert worst_error(adapter, {name: want["weights"][name] for name in adapter})[0] < 1e-5

@@ -19,7 +19,6 @@ import zoo
 from cases import ALL_ON, Fields, attach, on_ranks, sample_of, small_pages, step, step_errors
 
 import alstlib
-from alstlib.data.shard import shard_batch
 from alstlib.measure.verify import plain
 from alstlib.runs.results import git_state
 
@@ -53,11 +52,8 @@ def attached(rank, world, name, how, packed):
             got = step(model, data, ctx, block=3 if how == "blocks" else None)
         assert handle.plan.kv_on_host == (how in ("host", "blocks"))
         assert handle.store.bytes_fetched > 0
-        model.eval()
-        with torch.no_grad():
-            mean = alstlib.causal_lm_loss(model, shard_batch(data, world, rank)).mean.item()
     loss, gradient, where = step_errors(got, want)
-    return {"loss": loss, "evaluation": abs(mean - want[0]) / want[0], "gradient": gradient, "where": where,
+    return {"loss": loss, "gradient": gradient, "where": where,
             "notes": handle.notes, "kernel": handle.attention.backend_name}  # fmt: skip
 
 
@@ -93,6 +89,5 @@ def test_model(pools, models, name, world, packed, how):
     results = on_ranks(pools, world, attached, name, how, packed)
     for result in results:
         assert result["loss"] < 1e-6, result
-        assert result["evaluation"] < 1e-6, result
         assert result["gradient"] < 1e-5, result
     add(models, name, world, results)

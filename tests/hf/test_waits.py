@@ -18,7 +18,7 @@ ON_THE_CPU = {
     ("logits", "check_labels"),  # labels are checked on a CPU only
     ("inputs", "_check_positions"),  # and so are positions
     ("inputs", "_real_tokens"),  # row_tokens are always there
-    ("arguments", "check_number"),  # numbers of a batch are looked at on a CPU only
+    ("inputs", "check_number"),  # numbers of a batch are looked at on a CPU only
     ("causal_lm_loss", "check_batch"),  # step_tokens too
 }
 """Where values are read that are never on a GPU."""

@@ -164,7 +164,7 @@ def test_a_wrong_gradient_is_named(here, monkeypatch, answer):
 @pytest.mark.parametrize("kind, options, reason", [
     ("rwkv", "", "(RwkvBlock) mixes tokens in another way than attention"),
     ("t5", "", "transformers has no causal language model of the type t5"),
-    ("gpt2", "", "config.attn_pdrop=0.1 is not supported in attention; set it to 0 or None"),
+    ("gpt2", "", "layer 0 (GPT2Attention) has attention dropout 0.1, which tiles cannot replay"),
     ("llama", "--attention flash", "attention='flash' does not run on cpu"),
     ("llama", "--block 4K --chunk 4K", "give only one of them"),
     ("llama", "--set ofload=sync", "unknown field of Options 'ofload'; did you mean 'offload'?"),

@@ -297,7 +297,7 @@ def test_a_model_of_ones_own(tmp_path, plan, planned):
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert planned(model)["longest_sequence"] == planned()["longest_sequence"]
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "bert"}))
-    assert "attention_probs_dropout_prob=0.1 is not supported in attention" in plan(model, 2)
+    assert "has attention dropout 0.1, which tiles cannot replay" in plan(model, 2)
 
 
 def test_a_plan_is_quick():
