@@ -90,42 +90,27 @@ class Exchange:
         return everyone.copy_(x.expand_as(everyone)) if emulated(self.group) else everyone
 
     def to_heads(self, *tensors: Tensor) -> list[Tensor]:
-        """Tensors [B, H, L, D], each with its own H (divisible by P) and D -> views [B, H / P, S, D] of one buffer."""
+        """Tensors [B, H, L, D], each with its own H (divisible by P) -> views [B, H / P, S, D] of one buffer.
+
+        Or all with K heads, K < P and P a multiple of K -> [B, 1, S, D]: the one head that this rank needs.
+        """
         if self.ranks == 1:
             return list(tensors)
-        p, heads = self.ranks, [(t.shape[1] // self.ranks, t.shape[3]) for t in tensors]
-        b, rows, widths = tensors[0].shape[0], tensors[0].shape[2], [h * d for h, d in heads]
-        send = tensors[0].new_empty(p, rows, b, sum(widths))
-        for part, t, head in zip(send.split(widths, 3), tensors, heads):
-            part.unflatten(3, head).copy_(t.unflatten(1, (p, -1)).permute(1, 3, 0, 2, 4))
-        whole = self._swap(send).view(p * rows, b, sum(widths))  # tokens of all ranks, in order
-        return [part.unflatten(2, head).permute(1, 2, 0, 3) for part, head in zip(whole.split(widths, 2), heads)]
+        (b, heads, rows, _), p = tensors[0].shape, self.ranks
+        n = min(heads, p)
+        shapes = [(t.shape[1] // n, t.shape[3]) for t in tensors]
+        widths = [h * d for h, d in shapes]
+        send = tensors[0].new_empty(n, rows, b, sum(widths))
+        for part, t, shape in zip(send.split(widths, 3), tensors, shapes):
+            part.unflatten(3, shape).copy_(t.unflatten(1, (n, -1)).permute(1, 3, 0, 2, 4))
+        whole = (self._swap(send) if n == p else self._share(send)).view(p * rows, b, sum(widths))
+        # tokens of all ranks, in order
+        return [part.unflatten(2, shape).permute(1, 2, 0, 3) for part, shape in zip(whole.split(widths, 2), shapes)]
 
-    def to_seq(self, *tensors: Tensor) -> list[Tensor]:
-        """The way back: tensors [B, h, S, D] -> [B, P * h, L, D] (stored as [B, L, H, D])."""
-        if self.ranks == 1:
-            return list(tensors)
-        p, heads = self.ranks, [(t.shape[1], t.shape[3]) for t in tensors]
-        (b, _, size, _), widths = tensors[0].shape, [h * d for h, d in heads]
-        rows = size // p
-        if len(tensors) == 1:
-            send = tensors[0].permute(2, 0, 1, 3).contiguous()  # no copy for B = 1 and kernels that store [B, S, h, D]
-        else:
-            send = tensors[0].new_empty(size, b, sum(widths))
-            for part, t, head in zip(send.split(widths, 2), tensors, heads):
-                part.unflatten(2, head).copy_(t.permute(2, 0, 1, 3))
-        whole = self._swap(send.view(p, rows, b, sum(widths)))  # heads of all ranks, in order
-        parts = [part.unflatten(3, head) for part, head in zip(whole.split(widths, 3), heads)]
-        return [part.permute(2, 1, 0, 3, 4).flatten(2, 3).transpose(1, 2) for part in parts]
-
-    def shared_to_heads(self, *tensors: Tensor) -> list[Tensor]:
-        """Tensors [B, K, L, D] with K < P, P a multiple of K -> [B, 1, S, D]: the one head that this rank needs."""
-        (b, heads, rows, _), p, widths = tensors[0].shape, self.ranks, [t.shape[3] for t in tensors]
-        send = tensors[0].new_empty(heads, rows, b, sum(widths))
-        for part, t in zip(send.split(widths, 3), tensors):
-            part.copy_(t.permute(1, 2, 0, 3))
-        receive = send.new_empty(p, rows, b, sum(widths))
-        sent = [send[r * heads // p] for r in range(p)]
+    def _share(self, send: Tensor) -> Tensor:
+        """send [K, ...], each part for P / K neighbouring ranks -> those of all ranks [P, ...]."""
+        p = self.ranks
+        receive, sent = send.new_empty(p, *send.shape[1:]), [send[r * len(send) // p] for r in range(p)]
         if GLOO_TAKES_LISTS or "gloo" not in dist.get_backend_config(self.group):
             dist.all_to_all(list(receive), sent, group=self.group)
         else:
@@ -134,19 +119,29 @@ class Exchange:
             for part, given in zip(receive, sent):
                 part.copy_(given)
         self._count(send[0], p - 1)
-        whole = receive.view(p * rows, b, sum(widths))
-        return [part.transpose(0, 1)[:, None] for part in whole.split(widths, 2)]
+        return receive
 
-    def shared_to_seq(self, heads: int, *tensors: Tensor) -> list[Tensor]:
-        """Gradients of `shared_to_heads`: [B, 1, S, D] of P ranks -> [B, K, L, D], summed in fp32 over the sharers."""
-        (b, _, size, _), p, widths = tensors[0].shape, self.ranks, [t.shape[3] for t in tensors]
-        send = tensors[0].new_empty(size, b, sum(widths))
-        for part, t in zip(send.split(widths, 2), tensors):
-            part.copy_(t[:, 0].transpose(0, 1))
-        receive = self._swap(send.view(p, size // p, b, sum(widths)))
-        wide = torch.promote_types(receive.dtype, torch.float32)
-        whole = receive.unflatten(0, (heads, p // heads)).sum(1, dtype=wide).to(receive.dtype)  # [K, L, B, widths]
-        return [part.permute(2, 0, 1, 3) for part in whole.split(widths, 3)]
+    def to_seq(self, *tensors: Tensor, heads: int | None = None) -> list[Tensor]:
+        """The way back: tensors [B, h, S, D] -> [B, P * h, L, D] (stored as [B, L, H, D]).
+
+        Gradients of `heads` that ranks share [B, 1, S, D] -> [B, K, L, D], summed in fp32 over those ranks.
+        """
+        if self.ranks == 1:
+            return list(tensors)
+        p, shapes = self.ranks, [(t.shape[1], t.shape[3]) for t in tensors]
+        (b, _, size, _), widths = tensors[0].shape, [h * d for h, d in shapes]
+        if len(tensors) == 1:
+            send = tensors[0].permute(2, 0, 1, 3).contiguous()  # no copy for B = 1 and kernels that store [B, S, h, D]
+        else:
+            send = tensors[0].new_empty(size, b, sum(widths))
+            for part, t, shape in zip(send.split(widths, 2), tensors, shapes):
+                part.unflatten(2, shape).copy_(t.permute(2, 0, 1, 3))
+        whole = self._swap(send.view(p, size // p, b, sum(widths)))  # heads of all ranks, in order
+        if heads is not None:
+            wide = torch.promote_types(whole.dtype, torch.float32)
+            whole = whole.unflatten(0, (heads, -1)).sum(1, dtype=wide).to(whole.dtype)
+        parts = [part.unflatten(3, shape) for part, shape in zip(whole.split(widths, 3), shapes)]
+        return [part.permute(2, 1, 0, 3, 4).flatten(2, 3).transpose(1, 2) for part in parts]
 
 
 def stripe(tensors: Sequence[Tensor], chunk: int, ctx: SPContext) -> list[Tensor]:
@@ -210,32 +205,18 @@ def _stripe_plan(rows: int, chunk: int, ranks: int, rank: int) -> tuple[Tensor, 
     return torch.argsort(to, stable=True), count[0], count[1]
 
 
-class _SeqToHeads(torch.autograd.Function):
+class _Swap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange, ctx.heads = exchange, x.shape[1]
-        if x.shape[1] % exchange.ranks == 0:
-            return exchange.to_heads(x)[0]
-        return exchange.shared_to_heads(x)[0]
+    def forward(ctx: Any, x: Tensor, exchange: Exchange, to_heads: bool) -> Tensor:
+        ctx.exchange, ctx.there = exchange, to_heads
+        ctx.shared = x.shape[1] if to_heads and x.shape[1] < exchange.ranks else None
+        return (exchange.to_heads if to_heads else exchange.to_seq)(x)[0]
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        if ctx.heads % ctx.exchange.ranks == 0:
-            return ctx.exchange.to_seq(grad)[0], None
-        return ctx.exchange.shared_to_seq(ctx.heads, grad)[0], None
-
-
-class _HeadsToSeq(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.to_seq(x)[0]
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.to_heads(grad)[0], None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (back,) = ctx.exchange.to_seq(grad, heads=ctx.shared) if ctx.there else ctx.exchange.to_heads(grad)
+        return back, None, None
 
 
 def whole_heads(heads: int, kv_heads: int, ranks: int) -> bool:
@@ -263,7 +244,7 @@ def seq_to_heads(x: Tensor, group: Any | Exchange = None) -> Tensor:
     heads, ranks = x.shape[1], exchange.ranks
     if heads % ranks and ranks % heads:
         raise ValueError(f"{heads} heads neither divide over {ranks} ranks nor are shared evenly by them")
-    return _SeqToHeads.apply(x, exchange)
+    return _Swap.apply(x, exchange, True)
 
 
 def heads_to_seq(x: Tensor, group: Any | Exchange = None) -> Tensor:
@@ -276,4 +257,4 @@ def heads_to_seq(x: Tensor, group: Any | Exchange = None) -> Tensor:
     size, ranks = x.shape[2], exchange.ranks
     if size % ranks:
         raise ValueError(f"a sequence of {size} does not divide over {ranks} ranks; {size + -size % ranks} does")
-    return _HeadsToSeq.apply(x, exchange)
+    return _Swap.apply(x, exchange, False)

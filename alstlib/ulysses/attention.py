@@ -12,22 +12,32 @@ delta = rowsum(dO * O), one number for each token and head, and O' = delta / |dO
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from alstlib.kernels.attention import row_tiles
 from alstlib.kernels.backends import Backend, choose_backend, of_user
+from alstlib.kernels.paged import add_sinks
 from alstlib.kernels.rule import Attended, Rule
-from alstlib.kernels.spans import Documents
+from alstlib.kernels.spans import Documents, Offsets, once
 from alstlib.mesh import SPContext
 from alstlib.offload.checkpoints import Saved
 from alstlib.recompute import first_order
 from alstlib.sizing import kernel_device
 from alstlib.tiled.compute import default_tile
 from alstlib.ulysses.alltoall import Exchange
-from alstlib.ulysses.head_layouts import Layouts
+from alstlib.ulysses.head_layouts import Layout, layout_of
+from alstlib.ulysses.head_split import Sample
+
+
+class Way(NamedTuple):
+    """How a call is computed: the same in all layers of a kind and in all passes of a step."""
+
+    backend: Backend
+    rule: Rule
+    layout: Layout
 
 
 class UlyssesAttention:
@@ -42,11 +52,11 @@ class UlyssesAttention:
     """
 
     def __init__(self, ctx: SPContext, attention: str | Callable[..., Any] = "sdpa", split_rows: bool = False) -> None:
-        self.exchange = Exchange(ctx.sp_group)
-        self.layouts = Layouts(self.exchange, split_rows)
+        self.exchange, self.split_rows = Exchange(ctx.sp_group), split_rows
         self.attention = attention if isinstance(attention, str) else of_user(attention)
-        self._backends: dict[Any, Backend] = {}
-        """Kernels that were chosen, by device, dtype, width and soft cap."""
+        self._shape: Any = None
+        self._undivided = Offsets()
+        """Keeps what was chosen for samples of this shape without documents, as the offsets of others do."""
         self.backend_name = ""
         """Name of the kernel that ran last."""
         self.forward_calls = 0
@@ -74,56 +84,70 @@ class UlyssesAttention:
         Raises:
             ValueError: the shapes do not belong together, or the kernel cannot run on this device.
         """
-        rule = self.rule(q, k, v, scale, window, softcap, sinks)
-        return _Attention.apply(q, k, v, sinks, self, rule, documents, saved)
+        way = self.way(q, k, v, documents, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        return _Attention.apply(q, k, v, sinks, self, way, documents, saved)
 
-    def rule(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, window: int | None = None,
-        softcap: float | None = None, sinks: Tensor | None = None,
-    ) -> Rule:  # fmt: skip
-        """Check shapes (ValueError for those that do not belong together) and give the rule of the scores."""
-        if q.ndim != 4 or k.shape[:3] != v.shape[:3] or q.shape[::2] != k.shape[::2] or q.shape[3] != k.shape[3]:
-            shapes = ", ".join(str(list(t.shape)) for t in (q, k, v))
-            raise ValueError(f"attention needs q [B, H, L, D], k [B, K, L, D] and v [B, K, L, V], got {shapes}")
-        if q.shape[1] % k.shape[1]:
-            raise ValueError(f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key/value heads")
-        if window is not None and window < 1:
-            raise ValueError(f"window={window} hides every key; it must be at least 1, or None for no window")
-        if sinks is not None and sinks.shape != (q.shape[1],):
-            raise ValueError(
-                f"sinks have shape {list(sinks.shape)}, but must have one number for each of {q.shape[1]} query heads"
-            )
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        return Rule(float(scale), window, softcap or None)
+    def way(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Documents = None, chunk: tuple[int, int, int] | None = None,
+        *, scale: float | None = None, window: int | None = None, softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Way:  # fmt: skip
+        """Kernel, rule and layout of a call, chosen at its first layer and pass (ValueError for shapes that do not
+        belong together). `chunk`: its tokens [first, last) of sequences of a length; None: all of them."""
 
-    def backend_for(self, q: Tensor, value_width: int, rule: Rule) -> Backend:
-        """The kernel for q's device and dtype, and for these widths of heads."""
-        width, capped = max(q.shape[-1], value_width), rule.softcap is not None
-        asked = (q.device, q.dtype, width, capped, kernel_device(q.device.type))
-        if asked not in self._backends:  # looking for packages takes 0.14 ms, in each pass of each chunk of a layer
-            self._backends[asked] = choose_backend(self.attention, q.device, q.dtype, width, capped)
-        self.backend_name = self._backends[asked].name
-        return self._backends[asked]
+        def choose() -> Way:
+            _check(q, k, v, window, sinks)
+            rule = Rule(q.shape[-1] ** -0.5 if scale is None else float(scale), window, softcap or None)
+            width, capped = max(q.shape[-1], v.shape[-1]), rule.softcap is not None
+            backend = choose_backend(self.attention, q.device, q.dtype, width, capped)
+            sample = Sample(q.shape[0], length, documents, q.device)
+            heads = q.shape[1], k.shape[1]
+            return Way(backend, rule, layout_of(self.exchange, *heads, sample, chunk and chunk[:2], self.split_rows))
+
+        length = q.shape[2] * self.exchange.ranks if chunk is None else chunk[2]
+        if documents is None and self._shape != (shape := (q.shape[0], length, q.device)):
+            self._shape, self._undivided = shape, Offsets()
+        shapes = q.shape, k.shape, v.shape, None if sinks is None else sinks.shape
+        key = (self, *shapes, q.dtype, chunk, scale, window, softcap, kernel_device(q.device.type))
+        way = once(self._undivided if documents is None else documents, key, choose)
+        self.backend_name = way.backend.name
+        return way
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None) -> None:
+    if q.ndim != 4 or k.shape[:3] != v.shape[:3] or q.shape[::2] != k.shape[::2] or q.shape[3] != k.shape[3]:
+        shapes = ", ".join(str(list(t.shape)) for t in (q, k, v))
+        raise ValueError(f"attention needs q [B, H, L, D], k [B, K, L, D] and v [B, K, L, V], got {shapes}")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key/value heads")
+    if window is not None and window < 1:
+        raise ValueError(f"window={window} hides every key; it must be at least 1, or None for no window")
+    if sinks is not None and sinks.shape != (q.shape[1],):
+        raise ValueError(
+            f"sinks have shape {list(sinks.shape)}, but must have one number for each of {q.shape[1]} query heads"
+        )
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, op: UlyssesAttention, rule: Rule,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, op: UlyssesAttention, way: Way,
         documents: Documents, saved: Saved | None,
     ) -> Tensor:  # fmt: skip
-        ctx.op, ctx.rule, ctx.release = op, rule, saved is not None and saved.stage == "graph"
-        ctx.backend, ctx.layout = op.backend_for(q, v.shape[-1], rule), op.layouts.of(q, k, documents)
+        ctx.way, ctx.documents, ctx.release = way, documents, saved is not None and saved.stage == "graph"
         ctx.sinks = None if sinks is None else sinks.detach().clone()  # an engine may take the parameter away
         ctx.from_saved = saved is not None and saved.replaying
         if saved is not None and saved.replaying:
             out, lse = saved.take()
             _keep(ctx, q, k, v, out, lse)
             return out.view_as(out)  # a tensor of its own: autograd must not mark the saved one as an output
-        qh, kh, vh = ctx.layout.to_heads(q, k, v)
-        out_heads, lse = ctx.layout.forward(ctx.backend, qh, kh, vh, rule, ctx.sinks)
+        layout = way.layout
+        qh, kh, vh = layout.swap([q], [k, v])
+        with torch.autocast(q.device.type, enabled=False):  # it would take back the precision in which kernels sum
+            out_heads, lse = layout.forward(way.backend, qh, kh, vh, rule=way.rule, cu_seqlens=documents)
+            add_sinks(layout.own, out_heads, lse, ctx.sinks)
         op.forward_calls += 1
-        out = ctx.layout.to_seq(out_heads)
+        (out,) = layout.swap_back(out_heads)
         if saved is not None and saved.active:
             saved.tensors.append((out, lse))
         if any(ctx.needs_input_grad):
@@ -133,18 +157,20 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-        layout, delta = ctx.layout, None
+        layout, delta = ctx.way.layout, None
         q, k, v, out, lse = ctx.__dict__.pop("kept") if ctx.release else ctx.saved_tensors
         if not ctx.from_saved:
-            (dout,) = layout.queries_to_heads(dout)
+            (dout,) = layout.swap([dout])
         elif layout.exchange.ranks > 1:
-            (delta,) = layout.queries_to_heads(row_delta(dout, out))
-            q, k, v, dout = layout.to_heads(q, k, v, dout)
+            (delta,) = layout.swap([row_delta(dout, out)])
+            q, dout, k, v = layout.swap([q, dout], [k, v])
             out = output_with(delta, dout)
-        dsinks = gradient_of_sinks(ctx, dout, out, lse, delta)
-        grads = layout.backward(ctx.backend, dout, Attended(q, k, v, out, lse), ctx.rule)
-        del dout, q, k, v, out, lse, delta
-        return (*layout.grads_to_seq(*grads), dsinks, None, None, None, None, None)
+        dsinks = gradient_of_sinks(ctx, layout, dout, out, lse, delta)
+        with torch.autocast(dout.device.type, enabled=False):
+            kept, how = Attended(q, k, v, out, lse), {"rule": ctx.way.rule, "cu_seqlens": ctx.documents}
+            grads = layout.backward(ctx.way.backend, dout, kept, **how)
+        del dout, q, k, v, out, lse, delta, kept
+        return (*layout.swap_back(*grads), dsinks, None, None, None, None)
 
 
 def _keep(ctx: Any, *tensors: Tensor) -> None:
@@ -154,12 +180,14 @@ def _keep(ctx: Any, *tensors: Tensor) -> None:
         ctx.save_for_backward(*tensors)
 
 
-def gradient_of_sinks(ctx: Any, dout: Tensor, out: Tensor, lse: Tensor, delta: Tensor | None) -> Tensor | None:
+def gradient_of_sinks(
+    ctx: Any, layout: Layout, dout: Tensor, out: Tensor, lse: Tensor, delta: Tensor | None
+) -> Tensor | None:
     """The gradient [H] of an autograd function's fourth input, the sinks, where it is wanted; all in head layout."""
     if ctx.sinks is None or not ctx.needs_input_grad[3]:
         return None
     delta = row_delta(dout, out) if delta is None else delta
-    return ctx.layout.sinks_backward(delta[..., 0], lse, ctx.sinks)
+    return layout.sinks_backward(delta[..., 0], lse, ctx.sinks)
 
 
 def row_delta(dout: Tensor, out: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from alstlib import reference
-from alstlib.kernels import calls
+from alstlib.kernels import attention
 from alstlib.kernels.attention import merge, sinks_backward
 from alstlib.kernels.backends import BACKENDS, PACKAGES, choose_backend
 from alstlib.kernels.rule import Rule
@@ -103,7 +103,7 @@ def test_calls_that_are_cut_are_the_oracle(monkeypatch, name, shape, rows, buffe
     """So that no tensor has more elements than a kernel can count. In one piece and in chunks of rows."""
     b, h, kv, _, d, _ = SHAPES[shape]
     elements = rows * (b * (2 * h + 2 * kv) if buffer else h) * d + 1
-    monkeypatch.setattr(calls, "ELEMENTS", elements)
+    monkeypatch.setattr(attention, "ELEMENTS", elements)
     backend, seen = BACKENDS[name], []
 
     def watched(fn):
@@ -131,7 +131,7 @@ def test_a_ragged_length_of_a_kernel_that_is_built_for_each_shape_is_the_oracle(
         seen.extend((q.shape[2], k.shape[2]))
         return forward(q, k, *rest)
 
-    monkeypatch.setattr(calls, "LONG", 64)
+    monkeypatch.setattr(attention, "LONG", 64)
     monkeypatch.setitem(BACKENDS, "built", replace(BACKENDS["cpu"], forward=built, granule=32, packed_by="cpu"))
     check("built", (batch, 4, 2, length, 8, None), buffer=True)
     assert seen == [length - length % 32] * 2
