@@ -66,7 +66,7 @@ def attention_forward(
         lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
         add_pieces(backend, cut, Attended(q, k, v, out, lse), rule)
         return out, lse
-    out, lse = kernel.forward(*padded(kernel, q, k, v), rule.scale, kind == "causal", **how)
+    out, lse = kernel.forward(*padded(kernel, q, k, v), scale=rule.scale, causal=kind == "causal", **how)
     return out[..., : v.shape[-1]], lse
 
 
@@ -92,7 +92,9 @@ def attention_backward(
         made = add_gradients(backend, cut, dout, kept, rule, sums, dtype)
         return made if sums else [g.to(q.dtype) for g in made]
     dout, q, k, v, out = padded(kernel, dout, q, k, v, out)
-    made = kernel.backward(dout, Attended(q, k, v, out, lse), rule.scale, kind == "causal", **how)
+    made = kernel.backward(
+        dout, Attended(q, k, v, out, lse), scale=rule.scale, causal=kind == "causal", **how
+    )  # fmt: skip
     grads = tuple(g[..., : t.shape[-1]] for g, t in zip(made, kept))
     return [total.add_(g) for total, g in zip(sums, grads)] if sums else grads
 
@@ -107,6 +109,7 @@ def add_pieces(backend: Backend, cut: Iterable[Piece], call: Attended, rule: Rul
         else:
             lse = merge(mine.out, mine.lse, out, lse)[1]
         mine.lse.copy_(lse)
+        del out, lse  # not beside what the next piece makes
 
 
 def add_gradients(
@@ -120,6 +123,7 @@ def add_gradients(
         sums = sums or [_room(t, t.shape[-1], dtype).zero_() for t in kept[:3]]
         for total, of, grad in zip(sums, (piece.queries_of, piece.keys_of, piece.keys_of), grads):
             of(total).add_(grad)
+        del grads, grad
     return sums
 
 
@@ -231,11 +235,7 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[T
     """
     share = torch.sigmoid(other_lse - lse)[..., None]  # of the other set in the sum of both
     for rows in row_tiles(out):
-        theirs = other[rows].to(share.dtype)
-        if out.dtype == share.dtype:
-            out[rows].lerp_(theirs, share[rows])
-        else:
-            out[rows] = out[rows].to(share.dtype).lerp_(theirs, share[rows])
+        out[rows] = out[rows].to(share.dtype).lerp_(other[rows].to(share.dtype), share[rows])
     return out, torch.logaddexp(lse, other_lse)
 
 

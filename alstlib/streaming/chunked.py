@@ -102,7 +102,8 @@ class RowChunk:
         if self.calls["attention"]:
             raise ValueError("chunk: a layer that calls attention more than once cannot run in chunks; use chunk=None")
         self.calls["attention"] += 1
-        way = op.way(q, k, v, documents, (self.first, self.last, self.pages.length), sinks=sinks, **how)
+        chunk = self.first, self.last
+        way = op.way(op.rule(q, **how), q, k, v, sinks, documents, chunk, self.pages.length)
         layout = way.layout
         if self.choices is not None and way.rule.window is None and self.task != "keys":
             where = (self.first, self.last, self.pages)

@@ -189,18 +189,11 @@ class _Unstripe(torch.autograd.Function):
 
 def _stripe_plan(rows: int, chunk: int, ranks: int, rank: int) -> tuple[Tensor, list[int], list[int]]:
     """(this rank's tokens in the order in which they are sent, how many go to each rank, how many come from each)."""
-    whole, rest = divmod(rows, chunk)
-    even = whole * chunk  # tokens of a rank in chunks of full length
+    chunks = [(lo * ranks, min(chunk, rows - lo)) for lo in range(0, rows, chunk)]
+    starts = torch.tensor([first + r * n for first, n in chunks for r in range(ranks)])
     mine = rank * rows + torch.arange(rows)
-    to = torch.where(
-        mine < even * ranks, mine % (chunk * ranks) // chunk, (mine - even * ranks) // max(1, rest)
-    )  # fmt: skip
-    local = torch.arange(rows)
-    wanted = torch.where(
-        local < even,
-        local // chunk * chunk * ranks + rank * chunk + local % chunk,
-        even * ranks + rank * rest + local - even,
-    )
+    to = (torch.searchsorted(starts, mine, right=True) - 1) % ranks
+    wanted = torch.cat([torch.arange(n) + first + rank * n for first, n in chunks])
     count = [torch.bincount(t, minlength=ranks).tolist() for t in (to, wanted // rows)]
     return torch.argsort(to, stable=True), count[0], count[1]
 

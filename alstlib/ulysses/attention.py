@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from alstlib.kernels.attention import row_tiles
+from alstlib.kernels.attention import row_tiles, sinks_backward
 from alstlib.kernels.backends import Backend, choose_backend, of_user
 from alstlib.kernels.paged import add_sinks
 from alstlib.kernels.rule import Attended, Rule
@@ -84,47 +84,47 @@ class UlyssesAttention:
         Raises:
             ValueError: the shapes do not belong together, or the kernel cannot run on this device.
         """
-        way = self.way(q, k, v, documents, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        way = self.way(self.rule(q, scale, window, softcap), q, k, v, sinks, documents)
         return _Attention.apply(q, k, v, sinks, self, way, documents, saved)
 
+    def rule(
+        self, q: Tensor, scale: float | None = None, window: int | None = None, softcap: float | None = None
+    ) -> Rule:
+        """The rule of the scores (ValueError for a window that hides every key)."""
+        if window is not None and window < 1:
+            raise ValueError(f"window={window} hides every key; it must be at least 1, or None for no window")
+        return Rule(q.shape[-1] ** -0.5 if scale is None else float(scale), window, softcap or None)
+
     def way(
-        self, q: Tensor, k: Tensor, v: Tensor, documents: Documents = None, chunk: tuple[int, int, int] | None = None,
-        *, scale: float | None = None, window: int | None = None, softcap: float | None = None,
-        sinks: Tensor | None = None,
+        self, rule: Rule, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, documents: Documents = None,
+        chunk: tuple[int, int] | None = None, length: int | None = None,
     ) -> Way:  # fmt: skip
-        """Kernel, rule and layout of a call, chosen at its first layer and pass (ValueError for shapes that do not
-        belong together). `chunk`: its tokens [first, last) of sequences of a length; None: all of them."""
+        """Kernel and layout of a call, chosen at its first layer and pass (ValueError for shapes that do not belong
+        together). `chunk`: its tokens [first, last) of sequences of this length; None: all of them."""
+        length = length or q.shape[2] * self.exchange.ranks
 
         def choose() -> Way:
-            _check(q, k, v, window, sinks)
-            rule = Rule(q.shape[-1] ** -0.5 if scale is None else float(scale), window, softcap or None)
+            _check(q, k, v, sinks)
             width, capped = max(q.shape[-1], v.shape[-1]), rule.softcap is not None
-            backend = choose_backend(self.attention, q.device, q.dtype, width, capped)
-            sample = Sample(q.shape[0], length, documents, q.device)
-            heads = q.shape[1], k.shape[1]
-            return Way(backend, rule, layout_of(self.exchange, *heads, sample, chunk and chunk[:2], self.split_rows))
+            heads, sample = (q.shape[1], k.shape[1]), Sample(q.shape[0], length, documents, q.device)
+            layout = layout_of(self.exchange, *heads, sample, chunk, self.split_rows)
+            return Way(choose_backend(self.attention, q.device, q.dtype, width, capped), rule, layout)
 
-        length = q.shape[2] * self.exchange.ranks if chunk is None else chunk[2]
         if documents is None and self._shape != (shape := (q.shape[0], length, q.device)):
             self._shape, self._undivided = shape, Offsets()
-        shapes = q.shape, k.shape, v.shape, None if sinks is None else sinks.shape
-        key = (self, *shapes, q.dtype, chunk, scale, window, softcap, kernel_device(q.device.type))
+        key = (self, rule, q.shape, k.shape, v.shape, q.dtype, chunk, kernel_device(q.device.type))
         way = once(self._undivided if documents is None else documents, key, choose)
         self.backend_name = way.backend.name
         return way
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None) -> None:
-    if q.ndim != 4 or k.shape[:3] != v.shape[:3] or q.shape[::2] != k.shape[::2] or q.shape[3] != k.shape[3]:
-        shapes = ", ".join(str(list(t.shape)) for t in (q, k, v))
-        raise ValueError(f"attention needs q [B, H, L, D], k [B, K, L, D] and v [B, K, L, V], got {shapes}")
-    if q.shape[1] % k.shape[1]:
-        raise ValueError(f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key/value heads")
-    if window is not None and window < 1:
-        raise ValueError(f"window={window} hides every key; it must be at least 1, or None for no window")
-    if sinks is not None and sinks.shape != (q.shape[1],):
+def _check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
+    right = q.ndim == 4 and q.shape[::2] == k.shape[::2] and k.shape[:3] == v.shape[:3] and q.shape[3] == k.shape[3]
+    if not right or q.shape[1] % k.shape[1] or (sinks is not None and sinks.shape != q.shape[1:2]):
+        shapes = ", ".join(str(list(t.shape)) for t in (q, k, v, sinks) if t is not None)
         raise ValueError(
-            f"sinks have shape {list(sinks.shape)}, but must have one number for each of {q.shape[1]} query heads"
+            "attention needs q [B, H, L, D], k [B, K, L, D] and v [B, K, L, V], H a multiple of K, and sinks [H] or "
+            f"none, got {shapes}"
         )
 
 
@@ -183,11 +183,16 @@ def _keep(ctx: Any, *tensors: Tensor) -> None:
 def gradient_of_sinks(
     ctx: Any, layout: Layout, dout: Tensor, out: Tensor, lse: Tensor, delta: Tensor | None
 ) -> Tensor | None:
-    """The gradient [H] of an autograd function's fourth input, the sinks, where it is wanted; all in head layout."""
+    """This rank's share of the gradient [H] of an autograd function's fourth input, the sinks, where it is wanted; all
+    in head layout."""
     if ctx.sinks is None or not ctx.needs_input_grad[3]:
         return None
     delta = row_delta(dout, out) if delta is None else delta
-    return layout.sinks_backward(delta[..., 0], lse, ctx.sinks)
+    grad = torch.zeros_like(ctx.sinks, dtype=lse.dtype)
+    for part in layout.own:
+        mine, norm = part.queries_of(delta)[..., 0], part.queries_of(lse)
+        grad[part.heads] += sinks_backward(mine, norm, ctx.sinks[part.heads])
+    return grad.to(ctx.sinks.dtype)
 
 
 def row_delta(dout: Tensor, out: Tensor) -> Tensor:

@@ -10,14 +10,14 @@ has a part of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 
 import torch
 from torch import Tensor
 
-from alstlib.kernels.attention import attention_backward, attention_forward, sinks_backward
+from alstlib.kernels.attention import attention_backward, attention_forward
 from alstlib.kernels.backends import Backend
 from alstlib.kernels.paged import HeadPart
 from alstlib.kernels.rule import Attended, Rule
@@ -26,133 +26,86 @@ from alstlib.ulysses.alltoall import Exchange, whole_heads
 from alstlib.ulysses.head_split import Plan, Sample
 
 
-def layout_of(
-    exchange: Exchange, heads: int, kv_heads: int, sample: Sample, chunk: tuple[int, int] | None = None,
-    split_rows: bool = False,
-) -> Layout:  # fmt: skip
-    """The layout of H query and K key/value heads, for all tokens of a sample, or for a chunk: tokens [first, last)
-    that attend to keys in pages."""
-    if whole_heads(heads, kv_heads, exchange.ranks) and not split_rows:
-        layout: Layout = WholeHeads(exchange, heads, kv_heads)
-    else:
-        layout = SplitRows(exchange, Plan(heads, kv_heads, exchange.ranks, exchange.rank, sample, *chunk or ()))
-    if chunk is not None:
-        every = document_spans(sample.documents, sample.batch, sample.length, *chunk)
-        layout.own = [replace(part, spans=part.spans or every) for part in layout.own]
-    return layout
+class WholeHeads:
+    """Every rank has H / P query heads of all tokens: one part, of which nothing has to be put together."""
 
+    forward = staticmethod(attention_forward)
+    """(kernel, q, k, v, rule=, cu_seqlens=) -> (out, lse) of this rank's heads."""
+    backward = staticmethod(attention_backward)
+    """(kernel, dout, what `forward` was given and what it returned, rule=, cu_seqlens=) -> (dq, dk, dv)."""
 
-class Layout:
-    """One division of heads among the ranks: the exchange into head layout, attention there, and the way back. It holds
-    no documents, which hold it (`spans.Offsets`).
-
-    Args:
-        own: the heads of this rank, as views of its tensors in head layout; without spans they see all documents.
-    """
-
-    def __init__(self, exchange: Exchange, own: Sequence[HeadPart]) -> None:
-        self.exchange, self.own = exchange, own
+    def __init__(self, exchange: Exchange, heads: int, kv_heads: int) -> None:
+        self.exchange, self.kv_heads, self.split = exchange, kv_heads, kv_heads % exchange.ranks == 0
+        each, kv = heads // exchange.ranks, max(1, kv_heads // exchange.ranks)
+        mine = slice(exchange.rank * each, (exchange.rank + 1) * each)
+        self.own = [HeadPart(mine, slice(0, each), slice(0, kv))]
+        """The heads of this rank, as views of its tensors in head layout; without spans they see all documents."""
 
     def swap(self, queries: Sequence[Tensor], keys: Sequence[Tensor] = ()) -> list[Tensor]:
         """Tensors with q's heads and tensors with k's, from sequence to head layout, in as few exchanges as
         possible."""
-        raise NotImplementedError
-
-    def swap_back(self, queries: Tensor, *keys: Tensor) -> list[Tensor]:
-        """The way back, of one tensor with q's heads; the ranks' gradients of one key are summed in fp32."""
-        raise NotImplementedError
-
-    forward: Callable[..., tuple[Tensor, Tensor]]
-    """(kernel, q, k, v, rule=, cu_seqlens=) -> (out, lse) of this rank's heads."""
-    backward: Callable[..., Sequence[Tensor]]
-    """(kernel, dout, what `forward` was given and what it returned, rule=, cu_seqlens=) -> (dq, dk, dv)."""
-
-    def sinks_backward(self, delta: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-        """This rank's share of the gradient [H] of the sinks, from delta and lse in head layout."""
-        grad = torch.zeros_like(sinks, dtype=lse.dtype)
-        for part in self.own:
-            grad[part.heads] += sinks_backward(part.queries_of(delta), part.queries_of(lse), sinks[part.heads])
-        return grad.to(sinks.dtype)
-
-
-class WholeHeads(Layout):
-    """Every rank has H / P query heads of all tokens: one part, of which nothing has to be put together."""
-
-    forward = staticmethod(attention_forward)
-    backward = staticmethod(attention_backward)
-
-    def __init__(self, exchange: Exchange, heads: int, kv_heads: int) -> None:
-        each, kv = heads // exchange.ranks, max(1, kv_heads // exchange.ranks)
-        mine = slice(exchange.rank * each, (exchange.rank + 1) * each)
-        super().__init__(exchange, [HeadPart(mine, slice(0, each), slice(0, kv))])
-        self.kv_heads, self.split = kv_heads, kv_heads % exchange.ranks == 0
-
-    def swap(self, queries: Sequence[Tensor], keys: Sequence[Tensor] = ()) -> list[Tensor]:
         if self.split or not (queries and keys):
             return self.exchange.to_heads(*queries, *keys)
         # queries first: shared keys are the larger, once they came
         return [*self.exchange.to_heads(*queries), *self.exchange.to_heads(*keys)]
 
     def swap_back(self, queries: Tensor, *keys: Tensor) -> list[Tensor]:
+        """The way back, of one tensor with q's heads; the ranks' gradients of one key are summed in fp32."""
         if self.split or not keys:
             return self.exchange.to_seq(queries, *keys)
         return [*self.exchange.to_seq(queries), *self.exchange.to_seq(*keys, heads=self.kv_heads)]
 
 
-class SplitRows(Layout):
+class SplitRows:
     """Every rank has the same number of queries: those of whole heads, and a part of at most two more
-    (`head_split`). Queries in head layout are [1, 1, rows, D], and keys [B, heads that this rank needs, S, D]."""
+    (`head_split`). Queries in head layout are [1, 1, rows, D], and keys [B, heads that this rank needs, S, D]. What it
+    does is what `WholeHeads` does."""
 
     def __init__(self, exchange: Exchange, plan: Plan) -> None:
-        super().__init__(exchange, plan.parts)
-        self.plan = plan
+        self.exchange, self.plan, self.own = exchange, plan, plan.parts
 
     def swap(self, queries: Sequence[Tensor], keys: Sequence[Tensor] = ()) -> list[Tensor]:
-        plan, like = self.plan, [*queries, *keys][0]
-        flat = [t.reshape(-1, t.shape[-1]) for t in queries]
-        kv, (b, rows) = plan.kv.stop - plan.kv.start, like.shape[::2][:2]
-        arrived = self._exchange(
-            [[t.index_select(0, m.sent) for t in flat] + [t[:, m.kv] for t in keys] for m in plan.messages],
-            [[(m.received.numel(), t.shape[-1]) for t in queries] + [(b, kv, rows, t.shape[-1]) for t in keys]
-             for m in plan.messages],
-        )  # fmt: skip
-        made = [like.new_empty(plan.stored, t.shape[-1]) for t in queries]
-        made_keys = [like.new_empty(b, kv, plan.rows, t.shape[-1]) for t in keys]
-        for r, (message, parts) in enumerate(zip(plan.messages, arrived)):
-            for t, part in zip(made, parts):
-                t.index_copy_(0, message.received, part)
-            for t, part in zip(made_keys, parts[len(made) :]):
-                t[:, :, r * rows : (r + 1) * rows] = part
+        made, made_keys = self._move([t.reshape(-1, t.shape[-1]) for t in queries], keys, back=False)
         return [*(t[None, None] for t in made), *made_keys]
 
     def swap_back(self, queries: Tensor, *keys: Tensor) -> list[Tensor]:
-        plan, b, rows, d = self.plan, self.plan.batch, self.plan.own, queries.shape[-1]
-        flat = queries[0, 0]
-        arrived = self._exchange(
-            [[flat.index_select(0, m.received), *(t[:, :, r * rows : (r + 1) * rows] for t in keys)]
-             for r, m in enumerate(plan.messages)],
-            [[(m.sent.numel(), d), *((b, m.kv.stop - m.kv.start, rows, t.shape[-1]) for t in keys)]
-             for m in plan.messages],
-        )  # fmt: skip
-        made = flat.new_empty(b * plan.heads * rows, d)
-        wide = torch.promote_types(flat.dtype, torch.float32)
-        sums = [torch.zeros(b, plan.kv_heads, rows, t.shape[-1], dtype=wide, device=t.device) for t in keys]
-        for message, (part, *rest) in zip(plan.messages, arrived):
-            made.index_copy_(0, message.sent, part)
-            for total, t in zip(sums, rest):
-                total[:, message.kv] += t
-        return [made.view(b, plan.heads, rows, d), *(t.to(flat.dtype) for t in sums)]
+        (made,), made_keys = self._move([queries[0, 0]], keys, back=True)
+        return [made.view(self.plan.batch, self.plan.heads, self.plan.own, -1), *made_keys]
 
-    def _exchange(
-        self, mine: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
-    ) -> list[list[Tensor]]:
-        """Send these tensors to each rank, in one exchange -> from each rank tensors of these shapes."""
-        parts = [t.flatten() for own in mine for t in own]
-        counts = [[prod(shape) for shape in own] for own in shapes]
-        sizes, sums = [sum(t.numel() for t in own) for own in mine], [sum(own) for own in counts]
-        receive = self.exchange.swap_unequal(torch.cat(parts), sizes, sums)
-        split = [some.split(own) for some, own in zip(receive.split(sums), counts)]
-        return [[t.view(shape) for t, shape in zip(*both)] for both in zip(split, shapes)]
+    def _move(self, queries: Sequence[Tensor], keys: Sequence[Tensor], back: bool) -> tuple[list[Tensor], list[Tensor]]:
+        """Rows of queries, and keys, from one layout to the other, in one exchange."""
+        plan, like = self.plan, [*queries, *keys][0]
+        batch, own, needs = plan.batch, plan.own, plan.kv.stop - plan.kv.start
+        ways = [(m.received, m.sent) if back else (m.sent, m.received) for m in plan.messages]
+        heads = [m.kv.stop - m.kv.start if back else needs for m in plan.messages]
+
+        def shared(t: Tensor, rank: int, whole: bool) -> Tensor:
+            """What a rank and this one have of keys: of whole sequences, its tokens; of slices, its heads."""
+            return t[:, :, rank * own : (rank + 1) * own] if whole else t[:, plan.messages[rank].kv]
+
+        parts = [
+            [t.index_select(0, sent).flatten() for t in queries] + [shared(t, r, back).flatten() for t in keys]
+            for r, (sent, _) in enumerate(ways)
+        ]
+        shapes = [
+            [(came.numel(), t.shape[-1]) for t in queries] + [(batch, n, own, t.shape[-1]) for t in keys]
+            for (_, came), n in zip(ways, heads)
+        ]
+        sizes = [sum(prod(shape) for shape in some) for some in shapes]
+        sent = torch.cat([t for some in parts for t in some])
+        receive = self.exchange.swap_unequal(sent, [sum(t.numel() for t in some) for some in parts], sizes)
+        del parts, sent
+        rows, size = (batch * plan.heads * own, (plan.kv_heads, own)) if back else (plan.stored, (needs, plan.rows))
+        wide = torch.promote_types(like.dtype, torch.float32) if back else like.dtype  # in which gradients are summed
+        made = [like.new_empty(rows, t.shape[-1]) for t in queries]
+        made_keys = [like.new_zeros(batch, *size, t.shape[-1], dtype=wide) for t in keys]
+        for r, (some, (_, came), message) in enumerate(zip(shapes, ways, receive.split(sizes))):
+            arrived = [t.view(shape) for t, shape in zip(message.split([prod(shape) for shape in some]), some)]
+            for t, part in zip(made, arrived):
+                t.index_copy_(0, came, part)
+            for t, part in zip(made_keys, arrived[len(made) :]):
+                shared(t, r, not back).add_(part)
+        return made, [t.to(like.dtype) for t in made_keys]
 
     def forward(
         self, backend: Backend, q: Tensor, k: Tensor, v: Tensor, *, rule: Rule, cu_seqlens: Documents
@@ -184,3 +137,24 @@ class SplitRows(Layout):
             part.queries_of(dq).copy_(rows)
             del rows  # not beside what the next part makes
         return dq, dk.to(kept.k.dtype), dv.to(kept.v.dtype)
+
+
+Layout = WholeHeads | SplitRows
+"""One division of heads among the ranks: the exchange into head layout, attention there, and the way back. It holds no
+documents, which hold it (`spans.Offsets`)."""
+
+
+def layout_of(
+    exchange: Exchange, heads: int, kv_heads: int, sample: Sample, chunk: tuple[int, int] | None = None,
+    split_rows: bool = False,
+) -> Layout:  # fmt: skip
+    """The layout of H query and K key/value heads, for all tokens of a sample, or for a chunk: tokens [first, last)
+    that attend to keys in pages."""
+    if whole_heads(heads, kv_heads, exchange.ranks) and not split_rows:
+        layout: Layout = WholeHeads(exchange, heads, kv_heads)
+    else:
+        layout = SplitRows(exchange, Plan(heads, kv_heads, exchange.ranks, exchange.rank, sample, *chunk or ()))
+    if chunk is not None:
+        every = document_spans(sample.documents, sample.batch, sample.length, *chunk)
+        layout.own = [replace(part, spans=part.spans or every) for part in layout.own]
+    return layout

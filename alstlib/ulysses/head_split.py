@@ -154,7 +154,7 @@ class Plan:
         self.spans = document_spans(documents, batch, length, first, last)
         self._shares = Shares(self.spans, ranks)
         with unset_fake_temporarily():  # a simulation must know too which tokens go to which rank
-            runs = [torch.tensor(self._runs(r), dtype=torch.int64).view(-1, 4).T for r in range(ranks)]
+            runs = [self._runs(r) for r in range(ranks)]
             _, _, lo, n = runs[rank]
             self.stored = int(n.sum())
             """Number of queries that this rank computes, over its heads."""
@@ -172,17 +172,16 @@ class Plan:
         own, group = parts_of(self.heads, self.ranks, rank), self.heads // self.kv_heads
         return slice(own[0].head // group, own[-1].head // group + 1)
 
-    def _runs(self, rank: int) -> list[tuple[int, int, int, int]]:
-        """Runs of queries of a rank in the order in which they are stored: (head, micro-batch row, first token,
-        tokens), counted from the first token of the call."""
-        found: list[tuple[int, int, int, int]] = []
-        for part in parts_of(self.heads, self.ranks, rank):
-            if part.whole:
-                found += [(part.head, b, 0, self.rows) for b in range(self.batch)]
-            else:
-                cut = self._shares.between(part.lo, part.hi)
-                found += [(part.head, s.batch, s.end - s.rows - self.first, s.rows) for s in cut]
-        return found
+    def _of(self, rank: int) -> list[tuple[HeadShare, list[Span]]]:
+        """The heads and parts of heads of a rank, and their queries in the order in which they are stored."""
+        whole = [Span(b, 0, self.first + self.rows, self.rows, 0, 0) for b in range(self.batch)]
+        shares = parts_of(self.heads, self.ranks, rank)
+        return [(s, whole if s.whole else self._shares.between(s.lo, s.hi)) for s in shares]
+
+    def _runs(self, rank: int) -> Tensor:
+        """Runs of queries of a rank: [(head, micro-batch row, first token of the call, tokens), n]."""
+        found = [(s.head, q.batch, q.end - q.rows - self.first, q.rows) for s, own in self._of(rank) for q in own]
+        return torch.tensor(found, dtype=torch.int64).view(-1, 4).T
 
     def _in_slice(self, rank: int, runs: Tensor, at: Tensor) -> Tensor:
         """Of those tokens of the runs that are in the slice of a rank, the places: of each run's first token `at` what
@@ -197,15 +196,17 @@ class Plan:
         """What this rank attends with: whole query heads that share one key/value head, and parts of heads."""
         found: list[HeadPart] = []
         group, at = self.heads // self.kv_heads, 0
-        shares = parts_of(self.heads, self.ranks, self.rank)
-        for (kv, _), some in itertools.groupby(shares, key=lambda p: (p.head // group, -1 if p.whole else p.head)):
-            own, *more = some
-            spans = [] if own.whole else self._shares.between(own.lo, own.hi)
-            size = (1 + len(more)) * self.batch * self.rows if own.whole else sum(s.rows for s in spans)
-            heads, stored = slice(own.head, own.head + 1 + len(more)), slice(at, at + size)
-            kv -= self.kv.start
+
+        def together(own: tuple[HeadShare, list[Span]]) -> tuple[int, int]:
+            return own[0].head // group, -1 if own[0].whole else own[0].head
+
+        for (kv, _), some in itertools.groupby(self._of(self.rank), together):
+            (share, spans), *more = some
+            n, kv = 1 + len(more), kv - self.kv.start
+            size = n * sum(s.rows for s in spans)
+            where = slice(share.head, share.head + n), slice(at, at + size), slice(kv, kv + 1)
             if size:
-                found.append(HeadPart(heads, stored, slice(kv, kv + 1), spans, 1 if spans else self.batch))
+                found.append(HeadPart(*where, batch=self.batch) if share.whole else HeadPart(*where, spans, 1))
             at += size
         return found
 

@@ -123,9 +123,11 @@ def test_without_grad_nothing_is_kept():
 
 
 def test_shapes_that_do_not_belong_together_are_refused():
-    op = UlyssesAttention(SPContext.create(1))
+    op, other = (UlyssesAttention(SPContext.create(1)) for _ in range(2))
     q, k = randn(1, 4, 5, WIDTH), randn(1, 2, 5, WIDTH)
     for bad in ((q, k, k[:, :1]), (q, k[:, :, 1:], k[:, :, 1:]), (q[..., 1:], k, k), (q[0], k, k), (q, k[..., 2:], k)):
         assert "attention needs q [B, H, L, D], k [B, K, L, D] and v" in error_of(op, *bad)
-    assert "3 query heads are not a multiple of 2" in error_of(op, q[:, :3], k, k)
+    assert "H a multiple of K, and sinks [H] or none, got [1, 3, 5, 8]" in error_of(op, q[:, :3], k, k)
+    assert "and sinks [H] or none, got" in error_of(other, q, k, k, sinks=q[0, 0, 0, :1])
+    assert "window=0 hides every key" in error_of(op, q, k, k, window=0)
     assert "attention='fast' is unknown" in error_of(UlyssesAttention(SPContext.create(1), "fast"), q, k, k)
