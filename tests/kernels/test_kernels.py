@@ -197,14 +197,14 @@ CHOICES = [
     ("sdpa", 9, BF16, 512, "", "efficient"), ("sdpa", 9, FP64, 64, "", "blockwise"),
     ("auto", 9, BF16, 512, "", "efficient"), ("auto", 9, BF16, 128, "cute", "flash_attention_4"),
     *((name, least - more, dtype, width, package, says)
-      for name, (_, _, least) in PACKAGES.items()
+      for name, (_, _, least, _) in PACKAGES.items()
       for more, dtype, width, package, says in (
-          (0, BF16, 64, "", "needs the package flash-attn.*; 'sdpa' needs nothing"),
+          (0, BF16, 64, "", "needs the package flash-attn.*; attention='sdpa' chooses what runs"),
           (0, BF16, 64, "flash", name),
-          (0, FP32, 64, "flash", r"needs CUDA and fp16 or bf16, not cuda and torch\.float32"),
-          (least, BF16, 64, "flash", "not cpu and"),
-          (0, BF16, 36, "flash", "width up to 256 that divides by 8, not 36"),
-          (1, BF16, 64, "flash", f"compute capability {least} or newer"))),
+          (0, FP32, 64, "flash", rf"fp16 or bf16, and .*, not cuda {least}, torch\.float32 and 64;"),
+          (least, BF16, 64, "flash", "not cpu 0, "),
+          (0, BF16, 36, "flash", "width up to 256 that divides by 8.*, not cuda .* and 36;"),
+          (1, BF16, 64, "flash", f"CUDA of compute capability {least} .*, not cuda {least - 1}, "))),
 ]  # fmt: skip
 
 
