@@ -130,51 +130,45 @@ def add_gradients(
 def _calls(
     backend: Backend, rule: Rule, kind: str, cu_seqlens: Documents, spans: Sequence[Span], *tensors: Tensor
 ) -> tuple[Backend, dict[str, Any], Sequence[Piece], torch.dtype]:
-    """How attention is computed: the kernel that takes it in one call, what that is given besides the scale, or the
-    pieces that it is cut into; and the dtype in which the pieces' gradients are summed.
+    """How attention is computed: the kernel that takes it in one call, what that is given besides the scale; or the
+    pieces that it is cut into, and the dtype in which their gradients are summed.
 
     Args:
         tensors: q and k, and all others of the call.
     """
     q, k = tensors[:2]
-    (batch, _, rows, _), keys, given = q.shape, k.shape[2], rule.given
-    if kind == "causal" and (cu_seqlens is not None or spans or rows != keys or (rule.window or keys) < keys):
+    (batch, _, rows, _), keys, how = q.shape, k.shape[2], rule.given
+    windowed = (rule.window or keys) < keys
+    if kind == "causal" and (cu_seqlens is not None or spans or rows != keys or windowed):
         found = spans or document_spans(cu_seqlens, batch, keys, keys - rows, keys)
-        whole = all((s.begin, s.rows, s.batch, s.q_batch) == (0, keys, i, i) for i, s in enumerate(found))
-        if not whole or not len(found) == batch == k.shape[0] or (rule.window or keys) < keys:
-            if not spans and (one := _packed(backend, rule, cu_seqlens, found, tensors)):
-                return one[0], {**given, "packed": one[1]}, (), q.dtype
+        whole = [(0, keys, b, b) for b in range(k.shape[0])]  # every row one document
+        if windowed or [(s.begin, s.rows, s.batch, s.q_batch) for s in found] != whole:
+            kernel = BACKENDS.get(backend.packed_by)  # for all documents, and a window, of whole sequences
+            able = kernel is not None and not spans and rows == keys and (rule.softcap is None or kernel.softcap)
+            if kernel is not None and able and batch * keys <= most_rows(kernel, tensors):
+                return kernel, {**how, "packed": _packed(cu_seqlens, found, rule, q)}, (), q.dtype
             most = KEYS_PER_QUERY if backend.granule > 1 or len(tensors) > 3 else None  # more than 3: a backward
             cut = [piece for span in found for piece in pieces(span, rule.window, most)]
             once_each = all(piece.kind == "causal" for piece in cut)  # each key belongs to one call
-            return backend, given, cut, q.dtype if once_each else torch.promote_types(q.dtype, torch.float32)
+            return backend, how, cut, q.dtype if once_each else torch.promote_types(q.dtype, torch.float32)
     assert batch == k.shape[0]  # not every kernel looks
     ragged = rows % backend.granule or keys % backend.granule
     # the parts of a call that is too large are few: their gradients are summed in the tensors' dtype
-    return BACKENDS[backend.packed_by] if ragged else backend, given, _parts(backend, kind, tensors), q.dtype
+    return BACKENDS[backend.packed_by] if ragged else backend, how, _parts(backend, kind, tensors), q.dtype
 
 
-def _packed(
-    backend: Backend, rule: Rule, cu_seqlens: Documents, spans: Sequence[Span], tensors: Sequence[Tensor]
-) -> tuple[Backend, Packed] | None:
-    """The kernel that takes all documents (and a window) of whole sequences in one call, and how it is told of them;
-    None where there is none, or its tensors are too large for it."""
-    q, k = tensors[:2]
-    kernel, (batch, length) = BACKENDS.get(backend.packed_by), q.shape[::2][:2]
-    if kernel is None or (rule.softcap is not None and not kernel.softcap) or q.shape[2:] != k.shape[2:]:
-        return None
-    if batch * length > most_rows(kernel, tensors):
-        return None
-    if cu_seqlens is None:  # every row is one document: nothing is uploaded
-        offsets = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=q.device)
-        return kernel, Packed(offsets, length, rule.window)
+def _packed(cu_seqlens: Documents, spans: Sequence[Span], rule: Rule, q: Tensor) -> Packed:
+    batch, length = q.shape[::2][:2]
 
     def upload() -> Tensor:
         ends = torch.tensor([0, *(s.batch * length + s.end for s in spans)], dtype=torch.int32)
         return ends.to(q.device, non_blocking=True)
 
-    offsets = once(cu_seqlens, ("uploaded", length, q.device), upload)
-    return kernel, Packed(offsets, max(s.rows for s in spans), rule.window)
+    if cu_seqlens is None:  # every row is one document: nothing is uploaded
+        offsets = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=q.device)
+    else:
+        offsets = once(cu_seqlens, ("uploaded", length, q.device), upload)
+    return Packed(offsets, max(s.rows for s in spans), rule.window)
 
 
 def most_rows(backend: Backend, tensors: Sequence[Tensor]) -> int:
@@ -248,11 +242,8 @@ def row_tiles(x: Tensor, step: int | None = None) -> list[tuple[EllipsisType, sl
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Output and logsumexp, both in place, with a further key of each head that has a score and no value."""
-    score = sinks.to(lse.dtype)[None, :, None]
-    share = torch.sigmoid(lse - score)[..., None]
-    for rows in row_tiles(out):
-        out[rows] = out[rows] * share[rows]
-    return out, lse.copy_(torch.logaddexp(lse, score))
+    nothing = lse.new_zeros(()).expand_as(out)
+    return out, lse.copy_(merge(out, lse, nothing, sinks.to(lse.dtype)[None, :, None])[1])
 
 
 def sinks_backward(delta: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

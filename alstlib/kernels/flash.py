@@ -49,12 +49,12 @@ def _heads(packed: Packed | None, rows: Tensor, like: Tensor) -> Tensor:
 def _told(packed: Packed | None, scale: float, causal: bool, softcap: float | None = None) -> dict[str, Any]:
     """Arguments by the names that all packages know. A window is the keys before and after a query's own; -1 for
     all."""
-    window = (-1, -1) if packed is None or packed.window is None else (packed.window - 1, 0)
-    told: dict[str, Any] = {"softmax_scale": scale, "causal": causal, "softcap": softcap or 0.0}
-    told.update(zip(("window_size_left", "window_size_right"), window))
+    left, right = (-1, -1) if packed is None or packed.window is None else (packed.window - 1, 0)
+    window = {"window_size_left": left, "window_size_right": right}
+    told: dict[str, Any] = {"softmax_scale": scale, "causal": causal, "softcap": softcap or 0.0, **window}
     if packed is not None:
-        told.update(dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), packed.cu_seqlens))
-        told.update(dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), packed.longest))
+        told |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), packed.cu_seqlens)
+        told |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), packed.longest)
     return told
 
 

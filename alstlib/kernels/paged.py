@@ -75,10 +75,15 @@ class HeadPart:
         """The view of keys or values [B, K, R, ...]."""
         return x[:, self.kv]
 
-    def one(self, kv: int, each: int) -> HeadPart:
-        """Of stored heads, those of the key/value head `kv`, with `each` query heads."""
-        heads, stored = (slice(at.start + kv * each, at.start + (kv + 1) * each) for at in (self.heads, self.stored))
-        return replace(self, heads=heads, stored=stored, kv=slice(self.kv.start + kv, self.kv.start + kv + 1))
+    def by_kv_head(self) -> list[HeadPart]:
+        """A part for each key/value head."""
+        n = self.kv.stop - self.kv.start
+        each, found = (self.heads.stop - self.heads.start) // n, []
+        for i in range(n) if n > 1 else ():
+            heads, stored = (slice(at.start + i * each, at.start + (i + 1) * each) for at in (self.heads, self.stored))
+            kv = slice(self.kv.start + i, self.kv.start + i + 1)
+            found.append(replace(self, heads=heads, stored=stored, kv=kv))
+        return found or [self]
 
 
 @dataclass(frozen=True)
@@ -90,28 +95,25 @@ class Choice:
     heads: int
     """Number of the model's query heads."""
 
-    def of(self, part: HeadPart, batch: int, page: int) -> list[HeadPart]:
-        """The heads of a part that see this page."""
-        if page >= self.seen.shape[2]:
-            return [part]
-        group = self.heads // self.seen.shape[1]
-        kv = slice(part.heads.start // group, (part.heads.stop - 1) // group + 1)
-        sees = self.seen[batch, kv, page].tolist()
-        each = (part.heads.stop - part.heads.start) // len(sees)
-        return [part] if all(sees) else [part.one(i, each) for i, yes in enumerate(sees) if yes]
+    def sees(self, part: HeadPart, batch: int, page: int) -> bool:
+        """Whether the heads of a part, which have one key/value head, see this page."""
+        kv = part.heads.start * self.seen.shape[1] // self.heads
+        return page >= self.seen.shape[2] or bool(self.seen[batch, kv, page])
 
 
 def _calls(
     parts: Iterable[HeadPart], rule: Rule, page: int, own: int, choice: Choice | None
 ) -> dict[int, list[tuple[HeadPart, Piece]]]:
     """The calls on each page that is needed, the queries' own first."""
-    calls: dict[int, list[tuple[HeadPart, Piece]]] = {}
+    calls: dict[int, list[tuple[HeadPart, Piece]]] = {own: []}
+    if choice is not None:
+        parts = [one for part in parts for one in part.by_kv_head()]
     for part in parts:
         for span in part.spans:
             for at, piece in pieces_of_pages(span, rule.window, page):
-                some = [part] if choice is None else choice.of(part, span.batch, at)
-                calls.setdefault(at, []).extend((one, piece) for one in some)
-    return {at: calls.get(at, []) for at in [own, *sorted(calls.keys() - {own})]}
+                if choice is None or choice.sees(part, span.batch, at):
+                    calls.setdefault(at, []).append((part, piece))
+    return {at: calls[at] for at in [own, *sorted(calls.keys() - {own})]}
 
 
 def forward(

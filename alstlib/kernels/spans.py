@@ -152,28 +152,23 @@ def pieces(span: Span, window: int | None = None, keys_per_query: int | None = N
 def pieces_of_pages(span: Span, window: int | None, page: int) -> Iterator[tuple[int, Piece]]:
     """(page, call) of a span whose keys lie in pages of `page` keys: each call's keys are in one page, and counted from
     its first. The span's own rows lie in one page."""
-    for piece in pieces(span, window):
-        last = piece.k + (piece.repeat - 1) * piece.stride + piece.keys - 1
-        if piece.k // page == last // page:
-            yield piece.k // page, replace(piece, k=piece.k % page)
-            continue
-        for i in range(piece.repeat):
-            q, k = piece.q + i * piece.stride, piece.k + i * piece.stride
-            yield from _cut(replace(piece, q=q, k=k, repeat=1), page)
-
-
-def _cut(piece: Piece, page: int) -> Iterator[tuple[int, Piece]]:
-    """One call at the borders of pages."""
-    while piece.keys:
+    left = [*pieces(span, window)][::-1]
+    while left:
+        piece = left.pop()
         at, first = divmod(piece.k, page)
-        n, upper = min(piece.keys, page - first), piece.kind == "upper"
-        assert piece.kind != "causal" or n == piece.keys
-        yield at, replace(piece, k=first, keys=n, rows=n if upper else piece.rows)
-        rest = replace(piece, k=piece.k + n, keys=piece.keys - n)
-        if upper:  # rows before the border see a triangle of this page's keys, and all that follow
-            yield from _cut(replace(rest, kind="full", rows=n), page)
-            rest = replace(rest, q=piece.q + n, rows=piece.rows - n)
-        piece = rest
+        n, upper = page - first, piece.kind == "upper"  # keys up to the page's border
+        if (piece.repeat - 1) * piece.stride + piece.keys <= n:
+            yield at, replace(piece, k=first)
+        elif piece.repeat > 1:
+            steps = [i * piece.stride for i in range(piece.repeat)]
+            left += [replace(piece, q=piece.q + step, k=piece.k + step, repeat=1) for step in steps[::-1]]
+        else:
+            assert piece.kind != "causal"
+            rest = replace(piece, k=piece.k + n, keys=piece.keys - n)
+            if upper:  # rows before the border see a triangle of this page's keys, and all that follow
+                left.append(replace(rest, q=piece.q + n, rows=piece.rows - n))
+                rest = replace(rest, kind="full", rows=n)
+            left += [rest, replace(piece, keys=n, rows=n if upper else piece.rows)]
 
 
 def _window_blocks(span: Span, window: int) -> Iterator[tuple[int, int, int]]:

@@ -155,14 +155,10 @@ def stripe(tensors: Sequence[Tensor], chunk: int, ctx: SPContext) -> list[Tensor
         tensors: integers [B, L] of this rank's slice (tokens, positions, labels), of one shape and dtype.
         chunk: C, the tokens of one rank in a chunk.
     """
-    rows, p = tensors[0].shape[1], ctx.sp
-    if p == 1 or rows <= chunk:
+    if ctx.sp == 1 or tensors[0].shape[1] <= chunk:
         return list(tensors)
-    with unset_fake_temporarily():  # a simulation must know too how many tokens go to which rank
-        order, to_ranks, from_ranks = _stripe_plan(rows, chunk, p, ctx.sp_rank)
-    send = torch.stack(list(tensors)).permute(2, 0, 1)[order.to(tensors[0].device)].contiguous()
-    receive = _all_to_all(torch.empty_like(send), send, ctx.sp_group, from_ranks, to_ranks)
-    return [t.contiguous() for t in receive.permute(1, 2, 0)]
+    striped = _deal(torch.stack(list(tensors)).permute(2, 0, 1), chunk, ctx)
+    return [t.contiguous() for t in striped.permute(1, 2, 0)]
 
 
 def unstripe(x: Tensor, chunk: int, ctx: SPContext) -> Tensor:
@@ -174,17 +170,25 @@ class _Unstripe(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, chunk: int, mesh: SPContext) -> Tensor:
         ctx.chunk, ctx.mesh = chunk, mesh
-        with unset_fake_temporarily():
-            order, to_ranks, from_ranks = _stripe_plan(x.shape[1], chunk, mesh.sp, mesh.sp_rank)
-            back = torch.argsort(order)
-        send = x.T.contiguous()
-        receive = _all_to_all(torch.empty_like(send), send, mesh.sp_group, to_ranks, from_ranks)
-        return receive[back.to(x.device)].T.contiguous()
+        return _deal(x.T, chunk, mesh, back=True).T.contiguous()
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return stripe([grad], ctx.chunk, ctx.mesh)[0], None, None
+
+
+def _deal(x: Tensor, chunk: int, ctx: SPContext, back: bool = False) -> Tensor:
+    """x [L, ...] of this rank's slice -> of its tokens of each chunk, or back."""
+    with unset_fake_temporarily():  # a simulation must know too how many tokens go to which rank
+        order, to_ranks, from_ranks = _stripe_plan(len(x), chunk, ctx.sp, ctx.sp_rank)
+        order = torch.argsort(order) if back else order
+    order = order.to(x.device)
+    if back:
+        send = x.contiguous()
+        return _all_to_all(torch.empty_like(send), send, ctx.sp_group, to_ranks, from_ranks)[order]
+    send = x[order].contiguous()
+    return _all_to_all(torch.empty_like(send), send, ctx.sp_group, from_ranks, to_ranks)
 
 
 def _stripe_plan(rows: int, chunk: int, ranks: int, rank: int) -> tuple[Tensor, list[int], list[int]]:

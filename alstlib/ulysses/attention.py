@@ -119,8 +119,8 @@ class UlyssesAttention:
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
-    right = q.ndim == 4 and q.shape[::2] == k.shape[::2] and k.shape[:3] == v.shape[:3] and q.shape[3] == k.shape[3]
-    if not right or q.shape[1] % k.shape[1] or (sinks is not None and sinks.shape != q.shape[1:2]):
+    like_q = q.ndim == 4 and k.shape == (q.shape[0], k.shape[1], *q.shape[2:]) and v.shape[:3] == k.shape[:3]
+    if not like_q or q.shape[1] % k.shape[1] or (sinks is not None and sinks.shape != q.shape[1:2]):
         shapes = ", ".join(str(list(t.shape)) for t in (q, k, v, sinks) if t is not None)
         raise ValueError(
             "attention needs q [B, H, L, D], k [B, K, L, D] and v [B, K, L, V], H a multiple of K, and sinks [H] or "

@@ -74,37 +74,35 @@ class SplitRows:
 
     def _move(self, queries: Sequence[Tensor], keys: Sequence[Tensor], back: bool) -> tuple[list[Tensor], list[Tensor]]:
         """Rows of queries, and keys, from one layout to the other, in one exchange."""
-        plan, like = self.plan, [*queries, *keys][0]
-        batch, own, needs = plan.batch, plan.own, plan.kv.stop - plan.kv.start
-        ways = [(m.received, m.sent) if back else (m.sent, m.received) for m in plan.messages]
-        heads = [m.kv.stop - m.kv.start if back else needs for m in plan.messages]
+        plan, batch, own, like = self.plan, self.plan.batch, self.plan.own, [*queries, *keys][0]
 
         def shared(t: Tensor, rank: int, whole: bool) -> Tensor:
             """What a rank and this one have of keys: of whole sequences, its tokens; of slices, its heads."""
             return t[:, :, rank * own : (rank + 1) * own] if whole else t[:, plan.messages[rank].kv]
 
-        parts = [
-            [t.index_select(0, sent).flatten() for t in queries] + [shared(t, r, back).flatten() for t in keys]
-            for r, (sent, _) in enumerate(ways)
-        ]
-        shapes = [
-            [(came.numel(), t.shape[-1]) for t in queries] + [(batch, n, own, t.shape[-1]) for t in keys]
-            for (_, came), n in zip(ways, heads)
-        ]
-        sizes = [sum(prod(shape) for shape in some) for some in shapes]
-        sent = torch.cat([t for some in parts for t in some])
-        receive = self.exchange.swap_unequal(sent, [sum(t.numel() for t in some) for some in parts], sizes)
+        parts: list[list[Tensor]] = []
+        shapes: list[list[tuple[int, ...]]] = []
+        for r, m in enumerate(plan.messages):
+            mine, theirs, kv = (m.received, m.sent, m.kv) if back else (m.sent, m.received, plan.kv)
+            parts.append([t.index_select(0, mine) for t in queries] + [shared(t, r, back).flatten() for t in keys])
+            n = kv.stop - kv.start
+            shapes.append([(len(theirs), t.shape[-1]) for t in queries] + [(batch, n, own, t.shape[-1]) for t in keys])
+        to_ranks, from_ranks = [sum(t.numel() for t in some) for some in parts], [sum(map(prod, s)) for s in shapes]
+        sent = torch.cat([t.flatten() for some in parts for t in some])
+        receive = self.exchange.swap_unequal(sent, to_ranks, from_ranks)
         del parts, sent
+        flat = [shape for some in shapes for shape in some]
+        arrived = (t.view(shape) for t, shape in zip(receive.split([prod(shape) for shape in flat]), flat))
+        needs = plan.kv.stop - plan.kv.start
         rows, size = (batch * plan.heads * own, (plan.kv_heads, own)) if back else (plan.stored, (needs, plan.rows))
         wide = torch.promote_types(like.dtype, torch.float32) if back else like.dtype  # in which gradients are summed
         made = [like.new_empty(rows, t.shape[-1]) for t in queries]
         made_keys = [like.new_zeros(batch, *size, t.shape[-1], dtype=wide) for t in keys]
-        for r, (some, (_, came), message) in enumerate(zip(shapes, ways, receive.split(sizes))):
-            arrived = [t.view(shape) for t, shape in zip(message.split([prod(shape) for shape in some]), some)]
-            for t, part in zip(made, arrived):
-                t.index_copy_(0, came, part)
-            for t, part in zip(made_keys, arrived[len(made) :]):
-                shared(t, r, not back).add_(part)
+        for r, m in enumerate(plan.messages):
+            for t in made:
+                t.index_copy_(0, m.sent if back else m.received, next(arrived))
+            for t in made_keys:
+                shared(t, r, not back).add_(next(arrived))
         return made, [t.to(like.dtype) for t in made_keys]
 
     def forward(
