@@ -244,9 +244,3 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
     """Output and logsumexp, both in place, with a further key of each head that has a score and no value."""
     nothing = lse.new_zeros(()).expand_as(out)
     return out, lse.copy_(merge(out, lse, nothing, sinks.to(lse.dtype)[None, :, None])[1])
-
-
-def sinks_backward(delta: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Gradient [H] of the sinks (fp32), from delta = rowsum(dout * out) and lse [B, H, S] that holds them."""
-    share = torch.exp(sinks.to(lse.dtype)[None, :, None] - lse)
-    return -(share * delta).sum((0, 2))

@@ -147,6 +147,16 @@ def add_sinks(parts: Sequence[HeadPart], out: Tensor, lse: Tensor, sinks: Tensor
             with_sinks(part.queries_of(out), part.queries_of(lse), sinks[part.heads])
 
 
+def sinks_backward(parts: Sequence[HeadPart], delta: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """These heads' share of the gradient [H] of the sinks, from delta = rowsum(dout * out) [B, H, C, 1] and lse
+    [B, H, C] that holds them."""
+    grad = torch.zeros_like(sinks, dtype=lse.dtype)
+    for part in parts:
+        share = torch.exp(sinks[part.heads].to(lse.dtype)[None, :, None] - part.queries_of(lse))
+        grad[part.heads] -= (share * part.queries_of(delta)[..., 0]).sum((0, 2))
+    return grad.to(sinks.dtype)
+
+
 def backward(
     backend: Backend, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, pages: Pages, own: int,
     parts: Sequence[HeadPart], rule: Rule, choice: Choice | None = None,

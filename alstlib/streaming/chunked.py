@@ -102,8 +102,7 @@ class RowChunk:
         if self.calls["attention"]:
             raise ValueError("chunk: a layer that calls attention more than once cannot run in chunks; use chunk=None")
         self.calls["attention"] += 1
-        chunk = self.first, self.last
-        way = op.way(op.rule(q, **how), q, k, v, sinks, documents, chunk, self.pages.length)
+        way = op.way(q, k, v, sinks, documents, (self.first, self.last), self.pages.length, **how)
         layout = way.layout
         if self.choices is not None and way.rule.window is None and self.task != "keys":
             where = (self.first, self.last, self.pages)

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from alstlib.kernels.attention import row_tiles, sinks_backward
+from alstlib.kernels.attention import row_tiles
 from alstlib.kernels.backends import Backend, choose_backend, of_user
-from alstlib.kernels.paged import add_sinks
+from alstlib.kernels.paged import add_sinks, sinks_backward
 from alstlib.kernels.rule import Attended, Rule
 from alstlib.kernels.spans import Documents, Offsets, once
 from alstlib.mesh import SPContext
@@ -84,27 +84,21 @@ class UlyssesAttention:
         Raises:
             ValueError: the shapes do not belong together, or the kernel cannot run on this device.
         """
-        way = self.way(self.rule(q, scale, window, softcap), q, k, v, sinks, documents)
+        way = self.way(q, k, v, sinks, documents, scale=scale, window=window, softcap=softcap)
         return _Attention.apply(q, k, v, sinks, self, way, documents, saved)
 
-    def rule(
-        self, q: Tensor, scale: float | None = None, window: int | None = None, softcap: float | None = None
-    ) -> Rule:
-        """The rule of the scores (ValueError for a window that hides every key)."""
-        if window is not None and window < 1:
-            raise ValueError(f"window={window} hides every key; it must be at least 1, or None for no window")
-        return Rule(q.shape[-1] ** -0.5 if scale is None else float(scale), window, softcap or None)
-
     def way(
-        self, rule: Rule, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, documents: Documents = None,
-        chunk: tuple[int, int] | None = None, length: int | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, documents: Documents = None,
+        chunk: tuple[int, int] | None = None, length: int | None = None, *, scale: float | None = None,
+        window: int | None = None, softcap: float | None = None,
     ) -> Way:  # fmt: skip
-        """Kernel and layout of a call, chosen at its first layer and pass (ValueError for shapes that do not belong
+        """Kernel, rule and layout of a call, chosen at its first layer and pass (ValueError for what does not belong
         together). `chunk`: its tokens [first, last) of sequences of this length; None: all of them."""
+        rule = Rule(q.shape[-1] ** -0.5 if scale is None else float(scale), window, softcap or None)
         length = length or q.shape[2] * self.exchange.ranks
 
         def choose() -> Way:
-            _check(q, k, v, sinks)
+            _check(q, k, v, window, sinks)
             width, capped = max(q.shape[-1], v.shape[-1]), rule.softcap is not None
             heads, sample = (q.shape[1], k.shape[1]), Sample(q.shape[0], length, documents, q.device)
             layout = layout_of(self.exchange, *heads, sample, chunk, self.split_rows)
@@ -118,7 +112,7 @@ class UlyssesAttention:
         return way
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None) -> None:
     like_q = q.ndim == 4 and k.shape == (q.shape[0], k.shape[1], *q.shape[2:]) and v.shape[:3] == k.shape[:3]
     if not like_q or q.shape[1] % k.shape[1] or (sinks is not None and sinks.shape != q.shape[1:2]):
         shapes = ", ".join(str(list(t.shape)) for t in (q, k, v, sinks) if t is not None)
@@ -126,6 +120,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
             "attention needs q [B, H, L, D], k [B, K, L, D] and v [B, K, L, V], H a multiple of K, and sinks [H] or "
             f"none, got {shapes}"
         )
+    if window is not None and window < 1:
+        raise ValueError(f"window={window} hides every key; it must be at least 1, or None for no window")
 
 
 class _Attention(torch.autograd.Function):
@@ -187,12 +183,7 @@ def gradient_of_sinks(
     in head layout."""
     if ctx.sinks is None or not ctx.needs_input_grad[3]:
         return None
-    delta = row_delta(dout, out) if delta is None else delta
-    grad = torch.zeros_like(ctx.sinks, dtype=lse.dtype)
-    for part in layout.own:
-        mine, norm = part.queries_of(delta)[..., 0], part.queries_of(lse)
-        grad[part.heads] += sinks_backward(mine, norm, ctx.sinks[part.heads])
-    return grad.to(ctx.sinks.dtype)
+    return sinks_backward(layout.own, row_delta(dout, out) if delta is None else delta, lse, ctx.sinks)
 
 
 def row_delta(dout: Tensor, out: Tensor) -> Tensor:

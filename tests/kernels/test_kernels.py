@@ -15,8 +15,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from alstlib import reference
 from alstlib.kernels import attention
-from alstlib.kernels.attention import merge, sinks_backward
+from alstlib.kernels.attention import merge
 from alstlib.kernels.backends import BACKENDS, PACKAGES, choose_backend
+from alstlib.kernels.paged import HeadPart, sinks_backward
 from alstlib.kernels.rule import Rule
 from alstlib.offload.ledger import Ledger
 from alstlib.options import Kernel
@@ -73,7 +74,8 @@ def check(
     before = [t.clone() for t in tensors]
     got = attend(BACKENDS[name], tensors, Rule(0.3, **rule), documents, sinks, chunk)
     if sinks is not None:
-        got.append(sinks_backward(row_delta(tensors[3], got[0])[..., 0], got[1], sinks))
+        heads = [HeadPart(*[slice(0, shape[1])] * 3)]
+        got.append(sinks_backward(heads, row_delta(tensors[3], got[0]), got[1], sinks))
     want = oracle(tensors, 0.3, documents, sinks, **rule)
     # where queries see one key, dq and dk are zero: differences of equal numbers, which are as large as dv
     assert worst(got, want, [w if w.any() else 1000 * want[4] for w in want]) < (tolerance or EXACT[dtype])

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import alstlib
-from alstlib.kernels.rule import Rule
 from alstlib.kernels.spans import Offsets
 from alstlib.ulysses.alltoall import whole_heads
 from alstlib.ulysses.attention import UlyssesAttention
@@ -70,17 +69,17 @@ def test_whole_heads_where_they_can_be():
     assert [whole_heads(*c) for c in ((8, 2, 2), (8, 2, 4), (8, 2, 8), (9, 3, 3))] == [True] * 4
     assert not any(whole_heads(*c) for c in LAYOUTS)
     q, k = torch.ones(1, 8, 5, 2), torch.ones(1, 2, 5, 2)
-    assert isinstance(attention_on(4).way(Rule(1.0), q, k, k).layout, WholeHeads)
+    assert isinstance(attention_on(4).way(q, k, k).layout, WholeHeads)
 
 
 def test_plans_are_made_once_for_all_layers():
     op, q, k = attention_on(2), torch.ones(1, 3, 4, 2), torch.ones(1, 1, 4, 2)
     for documents, other in ((Offsets([0, 3, 8]), Offsets([0, 4, 8])), (None, Offsets([0, 8]))):
-        one, two, three = (op.way(Rule(1.0), q, k, k, None, one).layout for one in (documents, documents, other))
+        one, two, three = (op.way(q, k, k, None, one).layout for one in (documents, documents, other))
         assert one is two
         assert three is not one
     (key,) = op._undivided.found
-    op.way(Rule(1.0), q[:, :, :3], k[:, :, :3], k[:, :, :3])
+    op.way(q[:, :, :3], k[:, :, :3], k[:, :, :3])
     assert key not in op._undivided.found  # those of samples of another shape are gone
 
 
