@@ -191,16 +191,16 @@ def _parts(backend: Backend, kind: str, tensors: Sequence[Tensor]) -> list[Piece
     whole = rows - tail
     step = -(-whole // -(-whole // most))  # equal parts: few shapes
     bounds = [*range(0, whole, min(most, step + -step % backend.granule)), whole, *([rows] if tail else [])]
-    found, many = [], max(1, most // max(rows, keys))
-    for b in range(0, batch, many):
-        group = slice(b, b + many)
+    found = []
+    for b in range(batch):
+        row = slice(b, b + 1), slice(b, b + 1)
         for lo, hi in pairwise(bounds):
             before = keys if kind == "full" else lo
             if kind == "causal":
-                found.append(Piece("causal", lo, hi - lo, lo, hi - lo, group, group, True))
+                found.append(Piece("causal", lo, hi - lo, lo, hi - lo, *row, first=True))
             for at in range(0, before, most):
                 first = kind == "full" and at == 0
-                found.append(Piece("full", lo, hi - lo, at, min(most, before - at), group, group, first))
+                found.append(Piece("full", lo, hi - lo, at, min(most, before - at), *row, first=first))
     return found
 
 

@@ -96,16 +96,35 @@ class Exchange:
         """
         if self.ranks == 1:
             return list(tensors)
-        (b, heads, rows, _), p = tensors[0].shape, self.ranks
-        n = min(heads, p)
-        shapes = [(t.shape[1] // n, t.shape[3]) for t in tensors]
-        widths = [h * d for h, d in shapes]
-        send = tensors[0].new_empty(n, rows, b, sum(widths))
-        for part, t, shape in zip(send.split(widths, 3), tensors, shapes):
-            part.unflatten(3, shape).copy_(t.unflatten(1, (n, -1)).permute(1, 3, 0, 2, 4))
-        whole = (self._swap(send) if n == p else self._share(send)).view(p * rows, b, sum(widths))
-        # tokens of all ranks, in order
-        return [part.unflatten(2, shape).permute(1, 2, 0, 3) for part, shape in zip(whole.split(widths, 2), shapes)]
+        n = min(tensors[0].shape[1], self.ranks)
+        parts = self._exchange([t.unflatten(1, (n, -1)).permute(1, 3, 0, 2, 4) for t in tensors])
+        return [part.flatten(0, 1).permute(1, 2, 0, 3) for part in parts]
+
+    def to_seq(self, *tensors: Tensor, heads: int | None = None) -> list[Tensor]:
+        """The way back: tensors [B, h, S, D] -> [B, P * h, L, D] (stored as [B, L, H, D]).
+
+        Gradients of `heads` that ranks share [B, 1, S, D] -> [B, K, L, D], summed in fp32 over those ranks.
+        """
+        if self.ranks == 1:
+            return list(tensors)
+        parts = self._exchange([t.unflatten(2, (self.ranks, -1)).permute(2, 3, 0, 1, 4) for t in tensors], heads)
+        return [part.permute(2, 1, 0, 3, 4).flatten(2, 3).transpose(1, 2) for part in parts]
+
+    def _exchange(self, tensors: Sequence[Tensor], shared: int | None = None) -> list[Tensor]:
+        """Tensors [n, L, B, h, D], of each part the heads for one rank (or for P / n ranks), in one buffer -> views of
+        what comes from each rank, [P, L, B, h, D]; of `shared` heads, the sums [K, L, B, h, D]."""
+        widths = [t.shape[3] * t.shape[4] for t in tensors]
+        if len(tensors) == 1:
+            send = tensors[0].contiguous().flatten(3)  # no copy for B = 1 and kernels that store [B, S, h, D]
+        else:
+            send = tensors[0].new_empty(*tensors[0].shape[:3], sum(widths))
+            for part, t in zip(send.split(widths, 3), tensors):
+                part.unflatten(3, t.shape[3:]).copy_(t)
+        whole = self._swap(send) if len(send) == self.ranks else self._share(send)
+        if shared is not None:
+            wide = torch.promote_types(whole.dtype, torch.float32)
+            whole = whole.unflatten(0, (shared, -1)).sum(1, dtype=wide).to(whole.dtype)
+        return [part.unflatten(3, t.shape[3:]) for part, t in zip(whole.split(widths, 3), tensors)]
 
     def _share(self, send: Tensor) -> Tensor:
         """send [K, ...], each part for P / K neighbouring ranks -> those of all ranks [P, ...]."""
@@ -120,28 +139,6 @@ class Exchange:
                 part.copy_(given)
         self._count(send[0], p - 1)
         return receive
-
-    def to_seq(self, *tensors: Tensor, heads: int | None = None) -> list[Tensor]:
-        """The way back: tensors [B, h, S, D] -> [B, P * h, L, D] (stored as [B, L, H, D]).
-
-        Gradients of `heads` that ranks share [B, 1, S, D] -> [B, K, L, D], summed in fp32 over those ranks.
-        """
-        if self.ranks == 1:
-            return list(tensors)
-        p, shapes = self.ranks, [(t.shape[1], t.shape[3]) for t in tensors]
-        (b, _, size, _), widths = tensors[0].shape, [h * d for h, d in shapes]
-        if len(tensors) == 1:
-            send = tensors[0].permute(2, 0, 1, 3).contiguous()  # no copy for B = 1 and kernels that store [B, S, h, D]
-        else:
-            send = tensors[0].new_empty(size, b, sum(widths))
-            for part, t, shape in zip(send.split(widths, 2), tensors, shapes):
-                part.unflatten(2, shape).copy_(t.permute(2, 0, 1, 3))
-        whole = self._swap(send.view(p, size // p, b, sum(widths)))  # heads of all ranks, in order
-        if heads is not None:
-            wide = torch.promote_types(whole.dtype, torch.float32)
-            whole = whole.unflatten(0, (heads, -1)).sum(1, dtype=wide).to(whole.dtype)
-        parts = [part.unflatten(3, shape) for part, shape in zip(whole.split(widths, 3), shapes)]
-        return [part.permute(2, 1, 0, 3, 4).flatten(2, 3).transpose(1, 2) for part in parts]
 
 
 def stripe(tensors: Sequence[Tensor], chunk: int, ctx: SPContext) -> list[Tensor]:

@@ -153,7 +153,7 @@ MUTATIONS = {
     ),
     "exchange: tokens of another rank": Mutation(EXCHANGE._swap, "return receive", "return receive.flip(0)", TWO),
     "exchange: gradients of shared keys of one rank": Mutation(
-        EXCHANGE.to_seq, ".sum(1, dtype=wide)", ".select(1, 0)", FOUR
+        EXCHANGE._exchange, ".sum(1, dtype=wide)", ".select(1, 0)", FOUR
     ),
     "parts of heads: gradients of keys of one rank": Mutation(
         head_layouts.SplitRows.swap_back, "total[:, message.kv] += t", "total[:, message.kv] = t", PARTS

@@ -15,7 +15,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from alstlib import reference
 from alstlib.kernels import attention
-from alstlib.kernels.attention import merge
 from alstlib.kernels.backends import BACKENDS, PACKAGES, choose_backend
 from alstlib.kernels.paged import HeadPart, sinks_backward
 from alstlib.kernels.rule import Rule
@@ -137,26 +136,6 @@ def test_a_ragged_length_of_a_kernel_that_is_built_for_each_shape_is_the_oracle(
     monkeypatch.setitem(BACKENDS, "built", replace(BACKENDS["cpu"], forward=built, granule=32, packed_by="cpu"))
     check("built", (batch, 4, 2, length, 8, None), buffer=True)
     assert seen == [length - length % 32] * 2
-
-
-def test_merge_with_a_set_without_keys_changes_nothing():
-    out, lse = randn(1, 2, 5, 4), randn(1, 2, 5, seed=1)
-    got = merge(out.clone(), lse, randn(1, 2, 5, 4, seed=2), torch.full_like(lse, float("-inf")))
-    assert torch.equal(got[0], out)
-    assert torch.equal(got[1], lse)
-
-
-@pytest.mark.parametrize("documents", [None, [0, 5, 6, 13, 14, 26]])
-def test_oracle_is_torchs_attention(documents):
-    """The oracle itself, against PyTorch's with an explicit mask built position by position."""
-    q, k, v, _ = make((2, 4, 2, 13, 8, None), torch.float64)
-    inside = torch.zeros(2, 1, 13, 13, dtype=torch.bool)
-    bounds = sorted({0, 13, 26, *(documents or [])})
-    for lo, hi in itertools.pairwise(bounds):
-        for i in range(lo, hi):
-            inside[i // 13, 0, i % 13, lo % 13 : i % 13 + 1] = True
-    want = scaled_dot_product_attention(q, k, v, attn_mask=inside, scale=0.3, enable_gqa=True)
-    assert worst(reference.attention(q, k, v, scale=0.3, documents=documents)[:1], [want]) < 1e-12
 
 
 @pytest.mark.parametrize("name", ON_CPU)
