@@ -97,8 +97,7 @@ class Exchange:
         if self.ranks == 1:
             return list(tensors)
         n = min(tensors[0].shape[1], self.ranks)
-        parts = self._exchange([t.unflatten(1, (n, -1)).permute(1, 3, 0, 2, 4) for t in tensors])
-        return [part.flatten(0, 1).permute(1, 2, 0, 3) for part in parts]
+        return self._exchange([t.unflatten(1, (n, -1)).permute(1, 3, 0, 2, 4) for t in tensors], back=False)
 
     def to_seq(self, *tensors: Tensor, heads: int | None = None) -> list[Tensor]:
         """The way back: tensors [B, h, S, D] -> [B, P * h, L, D] (stored as [B, L, H, D]).
@@ -107,12 +106,12 @@ class Exchange:
         """
         if self.ranks == 1:
             return list(tensors)
-        parts = self._exchange([t.unflatten(2, (self.ranks, -1)).permute(2, 3, 0, 1, 4) for t in tensors], heads)
-        return [part.permute(2, 1, 0, 3, 4).flatten(2, 3).transpose(1, 2) for part in parts]
+        by_rank = [t.unflatten(2, (self.ranks, -1)).permute(2, 3, 0, 1, 4) for t in tensors]
+        return self._exchange(by_rank, back=True, shared=heads)
 
-    def _exchange(self, tensors: Sequence[Tensor], shared: int | None = None) -> list[Tensor]:
-        """Tensors [n, L, B, h, D], of each part the heads for one rank (or for P / n ranks), in one buffer -> views of
-        what comes from each rank, [P, L, B, h, D]; of `shared` heads, the sums [K, L, B, h, D]."""
+    def _exchange(self, tensors: Sequence[Tensor], back: bool, shared: int | None = None) -> list[Tensor]:
+        """Exchange tensors [n, L, B, h, D], of each part the heads for one rank (or for P / n ranks), in one buffer. Of
+        `shared` heads the sums arrive."""
         widths = [t.shape[3] * t.shape[4] for t in tensors]
         if len(tensors) == 1:
             send = tensors[0].contiguous().flatten(3)  # no copy for B = 1 and kernels that store [B, S, h, D]
@@ -124,7 +123,10 @@ class Exchange:
         if shared is not None:
             wide = torch.promote_types(whole.dtype, torch.float32)
             whole = whole.unflatten(0, (shared, -1)).sum(1, dtype=wide).to(whole.dtype)
-        return [part.unflatten(3, t.shape[3:]) for part, t in zip(whole.split(widths, 3), tensors)]
+        parts = [part.unflatten(3, t.shape[3:]) for part, t in zip(whole.split(widths, 3), tensors)]
+        if back:  # heads of all ranks, in order
+            return [part.permute(2, 1, 0, 3, 4).flatten(2, 3).transpose(1, 2) for part in parts]
+        return [part.flatten(0, 1).permute(1, 2, 0, 3) for part in parts]  # tokens of all ranks, in order
 
     def _share(self, send: Tensor) -> Tensor:
         """send [K, ...], each part for P / K neighbouring ranks -> those of all ranks [P, ...]."""
