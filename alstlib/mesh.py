@@ -152,12 +152,10 @@ class SPContext:
         group = None if place is None else mesh.get_group("sp" if mesh.ndim > 1 else 0)
         first = -1 if group is None else dist.get_process_group_ranks(group)[0]
         kind = "cpu" if "cpu" in _kinds(dist.group.WORLD) else mesh.device_type
-        firsts = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=kind)
-        dist.all_gather_into_tensor(firsts, torch.tensor([first], device=kind))
-        lacking = [rank for rank, found in enumerate(firsts.tolist()) if found < 0]
-        if lacking:
-            raise ValueError(f"the mesh lacks the ranks {lacking}: it must hold all {dist.get_world_size()} ranks")
-        replicas = sorted(set(firsts.tolist()))  # an SP group is known by its first rank
+        firsts = [int(text) for text in gather_text(str(first), kind)]
+        if lacking := [rank for rank, found in enumerate(firsts) if found < 0]:
+            raise ValueError(f"the mesh lacks the ranks {lacking}: it must hold all {len(firsts)} ranks")
+        replicas = sorted(set(firsts))  # an SP group is known by its first rank
         sp, sp_rank = dist.get_world_size(group), dist.get_rank(group)
         where = {"sp": sp, "sp_rank": sp_rank, "dp": len(replicas), "dp_rank": replicas.index(first)}
         return cls(**where, mesh=mesh if sp > 1 else None)

@@ -79,11 +79,9 @@ def select_pages(handle: Handle, sparse: Sparse) -> None:
         raise ValueError(
             f"sparse: page={sparse.page} is not a multiple of chunk * sp = {chunk} * {ranks} tokens: use page={near}"
         )
-    if not handle.facts.value_width:
-        raise ValueError(f"sparse: no layer of {name} has attention, so there are no pages to leave out")
     windows = [keys.window for keys in handle.facts.keys if keys.widths]  # of layers that attend
-    if windows and None not in windows:
-        raise ValueError(f"sparse: every layer of {name} has a sliding window, which sees few pages")
+    if not handle.facts.value_width or (windows and None not in windows):
+        raise ValueError(f"sparse: no layer of {name} attends to all keys before, so no pages can be left out")
     rest = sum(w is not None for w in windows)
     handle.notes.append(
         f"sparse: the attention of {name} is approximated, as chunks of queries leave out pages of keys; gradients are "
