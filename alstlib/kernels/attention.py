@@ -142,10 +142,11 @@ def _calls(
     if kind == "causal" and (cu_seqlens is not None or spans or rows != keys or windowed):
         found = spans or document_spans(cu_seqlens, batch, keys, keys - rows, keys)
         whole = [(0, keys, b, b) for b in range(k.shape[0])]  # every row one document
-        if windowed or [(s.begin, s.rows, s.batch, s.q_batch) for s in found] != whole:
-            kernel = BACKENDS.get(backend.packed_by)  # for all documents, and a window, of whole sequences
-            able = kernel is not None and not spans and rows == keys and (rule.softcap is None or kernel.softcap)
-            if kernel is not None and able and batch * keys <= most_rows(kernel, tensors):
+        many = windowed or len(found) != len(whole)
+        if many or [(s.begin, s.rows, s.batch, s.q_batch) for s in found] != whole:
+            # for all documents, and a window, of whole sequences
+            kernel = None if spans or rows != keys else BACKENDS.get(backend.packed_by)
+            if kernel and (rule.softcap is None or kernel.softcap) and batch * keys <= most_rows(kernel, tensors):
                 return kernel, {**how, "packed": _packed(cu_seqlens, found, rule, q)}, (), q.dtype
             most = KEYS_PER_QUERY if backend.granule > 1 or len(tensors) > 3 else None  # more than 3: a backward
             cut = [piece for span in found for piece in pieces(span, rule.window, most)]
@@ -160,15 +161,14 @@ def _calls(
 def _packed(cu_seqlens: Documents, spans: Sequence[Span], rule: Rule, q: Tensor) -> Packed:
     batch, length = q.shape[::2][:2]
 
-    def upload() -> Tensor:
+    def upload() -> tuple[Tensor, int]:
         ends = torch.tensor([0, *(s.batch * length + s.end for s in spans)], dtype=torch.int32)
-        return ends.to(q.device, non_blocking=True)
+        return ends.to(q.device, non_blocking=True), max(s.rows for s in spans)
 
     if cu_seqlens is None:  # every row is one document: nothing is uploaded
         offsets = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=q.device)
-    else:
-        offsets = once(cu_seqlens, ("uploaded", length, q.device), upload)
-    return Packed(offsets, max(s.rows for s in spans), rule.window)
+        return Packed(offsets, length, rule.window)
+    return Packed(*once(cu_seqlens, ("uploaded", length, q.device), upload), rule.window)
 
 
 def most_rows(backend: Backend, tensors: Sequence[Tensor]) -> int:

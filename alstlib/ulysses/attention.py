@@ -106,7 +106,8 @@ class UlyssesAttention:
 
         if documents is None and self._shape != (shape := (q.shape[0], length, q.device)):
             self._shape, self._undivided = shape, Offsets()
-        key = (self, rule, q.shape, k.shape, v.shape, q.dtype, chunk, kernel_device(q.device.type))
+        own = self.exchange, self.attention, self.split_rows  # not `self`, which would be a circle
+        key = (*own, rule, q.shape, k.shape, v.shape, q.dtype, chunk, kernel_device(q.device.type))
         way = once(self._undivided if documents is None else documents, key, choose)
         self.backend_name = way.backend.name
         return way
