@@ -75,8 +75,8 @@ class UlyssesAttention:
             window: the number of keys that a query attends to, its own included; None for all keys up to its own.
             softcap: c, with which a score s becomes c * tanh(s / c); None for none.
             sinks: [H], the score of a further key without a value for each head (gpt-oss).
-            documents: offsets of the documents in the flattened batch [B * S] of all ranks; None: each row of the
-                micro-batch is one document.
+            documents: offsets of the documents in the flattened batch [B * S] of all ranks (`spans.Offsets` keep what
+                is found for them, which is made anew for others); None: each row of the micro-batch is one document.
             saved: where a checkpoint's first pass leaves the output, and where its recompute takes it from. In the
                 backward of a recompute each tensor is freed as soon as it has been read. Without `saved`, tensors are
                 kept as autograd keeps them (and its hooks see them).
