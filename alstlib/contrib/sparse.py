@@ -133,7 +133,7 @@ class PageChoices:
         if any(self._open(begin, own) for begin in begins.values()):
             assert self._sums is not None
             found.append(self._scores(q, self._sums[:, :, :own] / pages.rows, shape).flatten())
-        sums, *scores = exchange.total(torch.cat(found)).split([t.numel() for t in found])
+        sums, *scores = exchange.gather(torch.cat(found)).sum(0).split([t.numel() for t in found])
         if self._sums is None:
             self._sums = sums.new_zeros(*shape[:2], -(-pages.length // pages.rows), k.shape[3])
         self._sums[:, :, own] += sums.view(*shape[:2], -1)

@@ -73,13 +73,6 @@ class Exchange:
         self.bytes_sent += (send.numel() - to_ranks[self.rank]) * send.element_size()
         return receive
 
-    def total(self, x: Tensor) -> Tensor:
-        """The sum of the ranks' x, in place; counted as a ring sends it."""
-        if self.ranks > 1:
-            dist.all_reduce(x, group=self.group)
-            self.bytes_sent += 2 * x.numel() * x.element_size() * (self.ranks - 1) // self.ranks
-        return x
-
     def gather(self, x: Tensor) -> Tensor:
         """The x of every rank, [P, *x.shape], in rank order."""
         if self.ranks == 1:
