@@ -111,25 +111,19 @@ class SPContext:
         single process works with `sp=1` only.
 
         Raises:
-            ValueError: `sp` is not a whole number of at least 1, does not divide the world size, or needs more
-                processes than there are.
+            ValueError: `sp` is not a whole number of at least 1, or does not divide the number of processes.
         """
-        if not isinstance(sp, int) or isinstance(sp, bool) or sp < 1:
+        if not isinstance(sp, int) or sp < 1:
             raise ValueError(f"sp={sp!r} must be a whole number of at least 1")
-        launched = "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1
-        if launched and dist.is_available() and not dist.is_initialized():
+        if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
             dist.init_process_group(dist.get_default_backend_for_device(take_device()))
-        if not (dist.is_available() and dist.is_initialized()):
-            if sp > 1:
-                raise ValueError(
-                    f"sp={sp} needs at least {sp} processes, but there is one: start the script with "
-                    f"torchrun --nproc-per-node {sp}, or use sp=1"
-                )
-            return cls()
-        world, rank = dist.get_world_size(), dist.get_rank()
+        world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         if world % sp:
             degrees = [d for d in range(1, world + 1) if world % d == 0]
-            raise ValueError(f"sp={sp} does not divide the world size {world}; use one of {degrees}")
+            raise ValueError(
+                f"sp={sp} does not divide the world size {world}: use one of {degrees}, or start the script with "
+                f"torchrun --nproc-per-node {sp}"
+            )
         if sp == 1:
             return cls(dp=world, dp_rank=rank)
         kinds, own = _kinds(dist.group.WORLD), own_device().type
@@ -146,10 +140,8 @@ class SPContext:
         Collective: every rank of the default process group calls it, and each must be in the mesh.
 
         Raises:
-            ValueError: it is no DeviceMesh, has several dimensions and none is named `sp`, or lacks ranks.
+            ValueError: it has several dimensions and none is named `sp`, or lacks ranks.
         """
-        if not isinstance(mesh, DeviceMesh):
-            raise ValueError(f"mesh={mesh!r} must be a torch.distributed.device_mesh.DeviceMesh")
         names = mesh.mesh_dim_names or ()
         if mesh.ndim > 1 and "sp" not in names:
             raise ValueError(
@@ -160,12 +152,10 @@ class SPContext:
         group = None if place is None else mesh.get_group("sp" if mesh.ndim > 1 else 0)
         first = -1 if group is None else dist.get_process_group_ranks(group)[0]
         kind = "cpu" if "cpu" in _kinds(dist.group.WORLD) else mesh.device_type
-        firsts = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=kind)
-        dist.all_gather_into_tensor(firsts, torch.tensor([first], device=kind))
-        lacking = [rank for rank, found in enumerate(firsts.tolist()) if found < 0]
-        if lacking:
-            raise ValueError(f"the mesh lacks the ranks {lacking}: it must hold all {dist.get_world_size()} ranks")
-        replicas = sorted(set(firsts.tolist()))  # an SP group is known by its first rank
+        firsts = [int(text) for text in gather_text(str(first), kind)]
+        if lacking := [rank for rank, found in enumerate(firsts) if found < 0]:
+            raise ValueError(f"the mesh lacks the ranks {lacking}: it must hold all {len(firsts)} ranks")
+        replicas = sorted(set(firsts))  # an SP group is known by its first rank
         sp, sp_rank = dist.get_world_size(group), dist.get_rank(group)
         where = {"sp": sp, "sp_rank": sp_rank, "dp": len(replicas), "dp_rank": replicas.index(first)}
         return cls(**where, mesh=mesh if sp > 1 else None)
@@ -182,13 +172,14 @@ ATTACHED = "_alst_handle"
 
 def gather_text(text: str, device: Any) -> list[str]:
     """Every rank's text, on every rank."""
-    content = text.encode()
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(content)], device=device))
-    padded = bytearray(content.ljust(max(1, *(int(s) for s in sizes))))
-    everyone = [torch.empty(len(padded), dtype=torch.uint8, device=device) for _ in sizes]
-    dist.all_gather(everyone, torch.frombuffer(padded, dtype=torch.uint8).to(device))
-    return [bytes(t.tolist()[: int(s)]).decode() for t, s in zip(everyone, sizes)]
+    content = torch.tensor([*text.encode()], dtype=torch.uint8, device=device)
+    sizes = torch.zeros(dist.get_world_size(), 1, dtype=torch.int64, device=device)
+    dist.all_gather(list(sizes), torch.tensor([len(content)], device=device))
+    everyone = content.new_zeros(len(sizes), max(1, int(sizes.max())))
+    mine = everyone[0].clone()
+    mine[: len(content)] = content
+    dist.all_gather(list(everyone), mine)
+    return [bytes(row[:size].tolist()).decode() for row, size in zip(everyone, sizes)]
 
 
 def join(device: torch.device, seconds: float, group: str = "") -> None:

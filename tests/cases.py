@@ -22,7 +22,7 @@ from alstlib.measure.verify import errors_of
 from alstlib.offload.ledger import Ledger
 from alstlib.reference import shift
 from alstlib.runs import processes
-from alstlib.ulysses import head_layouts
+from alstlib.ulysses.head_layouts import WholeHeads
 
 VOCAB = 96
 Fields = dict[str, Any]
@@ -279,11 +279,7 @@ def slopes(model, batch, block=None):
 def passes(patch, model):
     """Tokens through the MLP, the query's weights and the attention of each layer, added up while the model runs."""
     layers = model.base_model.h if hasattr(model.base_model, "h") else model.base_model.layers
-    found, now, kernel = (
-        {n: [0] * len(layers) for n in ("mlp", "query", "attention")},
-        [0],
-        head_layouts.attention_forward,
-    )
+    found, now, kernel = {n: [0] * len(layers) for n in ("mlp", "query", "attention")}, [0], WholeHeads.forward
     for i, layer in enumerate(layers):
 
         def count(module, args, out, i=i, mlp=layer.mlp):
@@ -297,7 +293,7 @@ def passes(patch, model):
         found["attention"][now[0]] += args[1].shape[2]
         return kernel(*args, **kwargs)
 
-    patch.setattr(head_layouts, "attention_forward", attention_forward)
+    patch.setattr(WholeHeads, "forward", staticmethod(attention_forward))
     return found
 
 

@@ -7,8 +7,9 @@ from collections import Counter
 import pytest
 import torch
 
-from alstlib.kernels.attention import attention_backward, attention_backward_rows, attention_forward, with_sinks
+from alstlib.kernels.attention import attention_backward, attention_forward, with_sinks
 from alstlib.kernels.rule import Attended
+from alstlib.kernels.spans import document_spans
 from alstlib.offload.ledger import Ledger
 from alstlib.reference import relative_error
 
@@ -138,38 +139,35 @@ def attend(
     layer calls it: for chunks of rows from the first to the last, and back."""
     q, k, v, dout = tensors
 
-    def forward(*qkv):
-        made = attention_forward(backend, *qkv, **how)
-        return made if sinks is None else with_sinks(*made, sinks)
+    def forward(*qkv, **how):
+        made = attention_forward(backend, *qkv, rule=rule, **how)
+        return Attended(*qkv, *(made if sinks is None else with_sinks(*made, sinks)))
 
-    how = {"rule": rule, "cu_seqlens": documents, "length": q.shape[2]}
     if chunk is None:
-        out, lse = forward(q, k, v)
-        kept = Attended(q, k, v, out, lse)
-        return [out, lse, *attention_backward(backend, dout, kept, rule=rule, cu_seqlens=documents)]
+        kept = forward(q, k, v, cu_seqlens=documents)
+        return [*kept[3:], *attention_backward(backend, dout, kept, rule=rule, cu_seqlens=documents)]
+    batch, length = q.shape[::2][:2]
     parts = []
-    for lo in range(0, q.shape[2], chunk):
+    for lo in range(0, length, chunk):
         at, seen = ((slice(None), slice(None), slice(first, lo + chunk)) for first in (lo, 0))
-        given = q[at], k[seen], v[seen]
-        parts.append((at, seen, Attended(*given, *forward(*given))))
-    dk, dv = (torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in (k, v))
-    dq = torch.empty_like(q)
-    for at, seen, kept in reversed(parts):
-        rows = attention_backward_rows(backend, dout[at], kept, (dk[seen], dv[seen]), **how)
-        assert (rows.shape, rows.dtype, rows.device) == (dq[at].shape, q.dtype, q.device)
-        dq[at] = rows
+        spans = document_spans(documents, batch, length, lo, min(lo + chunk, length))
+        parts.append((at, seen, spans, forward(q[at], k[seen], v[seen], spans=spans)))
+    dq, dk, dv = (torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in (q, k, v))
+    for at, seen, spans, kept in reversed(parts):
+        sums = dq[at], dk[seen], dv[seen]
+        attention_backward(backend, dout[at], kept, rule=rule, spans=spans, sums=sums)
     out, lse = (torch.cat(made, 2) for made in zip(*((kept.out, kept.lse) for *_, kept in parts)))
-    return [out, lse, dq, dk.to(k.dtype), dv.to(v.dtype)]
+    return [out, lse, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)]
 
 
-def attend_by_heads(layout, backend, tensors, rule):
+def attend_by_heads(layout, backend, tensors, rule, documents):
     """Output and gradients of this rank's rows, by a layout that exchanges rows for heads."""
     q, k, v, dout = tensors
-    qkv = layout.to_heads(q, k, v)
-    out, lse = layout.forward(backend, *qkv, rule, None)
-    (dh,) = layout.queries_to_heads(dout)
-    grads = layout.backward(backend, dh, Attended(*qkv, out, lse), rule)
-    return [layout.to_seq(out), *layout.grads_to_seq(*grads)]
+    qkv, how = layout.swap([q], [k, v]), {"rule": rule, "cu_seqlens": documents}
+    out, lse = layout.forward(backend, *qkv, **how)
+    (dh,) = layout.swap([dout])
+    grads = layout.backward(backend, dh, Attended(*qkv, out, lse), **how)
+    return [*layout.swap_back(out), *layout.swap_back(*grads)]
 
 
 def error_of(fn, *args, **kwargs):

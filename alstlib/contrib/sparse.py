@@ -79,11 +79,9 @@ def select_pages(handle: Handle, sparse: Sparse) -> None:
         raise ValueError(
             f"sparse: page={sparse.page} is not a multiple of chunk * sp = {chunk} * {ranks} tokens: use page={near}"
         )
-    if not handle.facts.value_width:
-        raise ValueError(f"sparse: no layer of {name} has attention, so there are no pages to leave out")
     windows = [keys.window for keys in handle.facts.keys if keys.widths]  # of layers that attend
-    if windows and None not in windows:
-        raise ValueError(f"sparse: every layer of {name} has a sliding window, which sees few pages")
+    if not handle.facts.value_width or (windows and None not in windows):
+        raise ValueError(f"sparse: no layer of {name} attends to all keys before, so no pages can be left out")
     rest = sum(w is not None for w in windows)
     handle.notes.append(
         f"sparse: the attention of {name} is approximated, as chunks of queries leave out pages of keys; gradients are "
@@ -127,16 +125,15 @@ class PageChoices:
         self, q: Tensor, k: Tensor, first: int, last: int, pages: LayerPages, documents: Documents, exchange: Exchange
     ) -> Choice:
         own, batch, wide = (last - 1) // pages.rows, q.shape[0], torch.promote_types(k.dtype, torch.float32)
-        begins = [own] * batch
-        """The first page that these rows may see, for each micro-batch row."""
-        for span in document_spans(documents, batch, pages.length, first, last):
-            begins[span.batch] = min(begins[span.batch], span.begin // pages.rows)
+        spans = document_spans(documents, batch, pages.length, first, last)
+        begins = {span.batch: span.begin // pages.rows for span in reversed(spans)}
+        """The first page that these rows may see, for each micro-batch row: of its first span."""
         shape = (batch, k.shape[1], own)
         found = [k.sum(2, dtype=wide).flatten()]
-        if any(self._open(begin, own) for begin in begins):
+        if any(self._open(begin, own) for begin in begins.values()):
             assert self._sums is not None
             found.append(self._scores(q, self._sums[:, :, :own] / pages.rows, shape).flatten())
-        sums, *scores = exchange.total(torch.cat(found)).split([t.numel() for t in found])
+        sums, *scores = exchange.gather(torch.cat(found)).sum(0).split([t.numel() for t in found])
         if self._sums is None:
             self._sums = sums.new_zeros(*shape[:2], -(-pages.length // pages.rows), k.shape[3])
         self._sums[:, :, own] += sums.view(*shape[:2], -1)
@@ -149,18 +146,17 @@ class PageChoices:
         return range(begin + self.sparse.first, own - self.sparse.last)
 
     def _scores(self, q: Tensor, means: Tensor, shape: tuple[int, ...]) -> Tensor:
-        if self.sparse.score is None:
-            return mean_score(q, means)
-        scores = self.sparse.score(q, means)
-        if not isinstance(scores, Tensor) or scores.shape != shape:
-            found = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
-            raise ValueError(f"sparse: score returned {found}, but must return a score for each page: {list(shape)}")
+        scores = (self.sparse.score or mean_score)(q, means)
+        if (found := getattr(scores, "shape", ())) != shape:
+            raise ValueError(
+                f"sparse: score returned {list(found)}, but must return a score for each page: {list(shape)}"
+            )
         return scores.detach().to(means.dtype)
 
-    def _seen(self, begins: list[int], scores: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+    def _seen(self, begins: dict[int, int], scores: Tensor | None, shape: tuple[int, ...]) -> Tensor:
         """[B, K, pages before the own], on the CPU."""
         seen, scores = torch.zeros(shape, dtype=torch.bool), None if scores is None else scores.cpu()
-        for row, begin in enumerate(begins):
+        for row, begin in begins.items():
             seen[row, :, begin:] = True
             if (some := self._open(begin, shape[2])) and scores is not None:
                 best = scores[row, :, some.start : some.stop].topk(min(self.sparse.top, len(some)), -1).indices

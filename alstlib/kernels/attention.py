@@ -1,13 +1,21 @@
 """Causal attention inside documents, with its logsumexp and its gradients, over any kernel of `backends`.
 
 Shape legend: B batch, S query rows, N keys, H query heads, K key/value heads (H a multiple of K), D key width, V value
-width. q [B, H, S, D]; k [B, K, N, D]; v [B, K, N, V]; out [B, H, S, V]; lse [B, H, S] (logsumexp of the scores, fp32).
-Nothing of shape [S, S] is made (except by the kernel `eager`, which is there for checking).
+width. q, dout [B, H, S, D]; k [B, K, N, D]; v [B, K, N, V]; out [B, H, S, V]; lse [B, H, S] (logsumexp of the scores,
+fp32). Nothing of shape [S, S] is made (except by the kernel `eager`, which is there for checking).
 
 Documents are offsets into the flattened [B * S] batch (0 first, B * S last); None makes every batch row one document.
 They are attended one after the other: exact for every kernel, and the cost of a document is its own square. On CUDA one
-call of a kernel for variable lengths takes them all. Queries may be the last rows of the keys. What a kernel's mask
-cannot say (those, and sliding windows) is put together from calls that it can (`spans`); `calls` makes each of them.
+call of a kernel for variable lengths takes them all. Queries may be the last rows of the keys.
+
+What one call of a kernel cannot do is put together from calls that it can (`spans.Piece`), merged by their logsumexps:
+
+- Its only mask is the causal square. Documents, windows and queries behind earlier keys are cut into such squares, and
+  into rectangles without a mask.
+- Kernels count elements in 32 bits, so no tensor of a call may have 2^31 of them, which 600K tokens of 32 heads of 128
+  do.
+- A kernel that is built for each shape (`Backend.granule`) gets few shapes: of a long sequence whose length is ragged
+  it gets the largest part that is not, and another kernel gets the last rows.
 
 Attention sinks are a further key of each head that has a score and no value: exp(sink) more in the sum. They change the
 logsumexp, and with it scale the output (`with_sinks`); a kernel's backward, which reads both, is right as it is.
@@ -17,227 +25,222 @@ Keeping the logsumexp is what lets a backward run without a second forward (Dist
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from math import prod
+from types import EllipsisType
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from alstlib.kernels import calls
-from alstlib.kernels.backends import BACKENDS, Backend
-from alstlib.kernels.calls import merge, most_rows, padded, row_tiles
+from alstlib.kernels.backends import BACKENDS, LONG, Backend
 from alstlib.kernels.rule import Attended, Packed, Rule
-from alstlib.kernels.spans import Documents, Offsets, Piece, Span, document_spans, pieces
-from alstlib.sizing import KEYS_PER_QUERY, keys_of_a_call
+from alstlib.kernels.spans import Documents, Piece, Span, document_spans, once, pieces
+from alstlib.sizing import KEYS_PER_QUERY, kernel_device, tile_for
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def in_full(fn: Callable[P, R]) -> Callable[P, R]:
-    """`fn` without autocast, which would take back the precision in which kernels sum."""
-
-    @functools.wraps(fn)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        (device,) = {a.device.type for a in args if isinstance(a, Tensor)}
-        with torch.autocast(device, enabled=False):
-            return fn(*args, **kwargs)
-
-    return run
+ELEMENTS = 2**31
+"""Number of elements in memory that no tensor of a call may span."""
 
 
-def _keys_per_query(backend: Backend) -> int | None:
-    """Most keys of a forward's calls for each query; None for all."""
-    return KEYS_PER_QUERY if backend.granule > 1 else None
-
-
-def _whole(spans: Sequence[Span], q: Tensor, k: Tensor, window: int | None) -> bool:
-    """Whether every batch row is one span of all its queries and keys, without a window that hides any. (Queries of
-    some batch rows, stored as one, have keys of more batch rows than they see.)"""
-    rows, keys = q.shape[2], k.shape[2]
-    return (
-        len(spans) == q.shape[0] == k.shape[0]
-        and all((s.begin, s.end, s.rows, s.batch, s.q_batch) == (0, keys, rows, i, i) for i, s in enumerate(spans))
-        and (window is None or window >= keys)
-    )
-
-
-def _packed(
-    backend: Backend, rule: Rule, cu_seqlens: Documents, spans: Sequence[Span], q: Tensor, k: Tensor, *more: Tensor
-) -> tuple[Backend, Packed] | None:
-    """The kernel that takes all documents (and a window) of whole sequences in one call, and how it is told of them;
-    None where there is none, or its tensors are too large for it."""
-    kernel = BACKENDS.get(backend.packed_by)
-    if kernel is None or (rule.softcap is not None and not kernel.softcap) or q.shape[2:] != k.shape[2:]:
-        return None
-    batch, length = q.shape[::2][:2]
-    if batch * length > most_rows(kernel, (q, k, *more)):
-        return None
-    if cu_seqlens is None:
-        return kernel, Packed(
-            torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=q.device), length, rule.window
-        )
-    known = cu_seqlens if isinstance(cu_seqlens, Offsets) else Offsets()
-    if (key := (length, q.device)) not in known.uploaded:  # they go to the device once for each sample
-        offsets = torch.tensor([0, *(s.batch * length + s.end for s in spans)], dtype=torch.int32)
-        known.uploaded[key] = offsets.to(q.device, non_blocking=True), max(s.rows for s in spans)
-    return kernel, Packed(*known.uploaded[key], rule.window)
-
-
-def _spans(cu_seqlens: Documents, q: Tensor, k: Tensor, length: int | None) -> Sequence[Span]:
-    rows, keys = q.shape[2], k.shape[2]
-    return document_spans(cu_seqlens, q.shape[0], length or keys, keys - rows, keys)
-
-
-@in_full
 def attention_forward(
-    backend: Backend,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    rule: Rule,
-    cu_seqlens: Documents = None,
-    spans: Sequence[Span] | None = None,
-    length: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Causal attention inside documents -> (out [B, H, S, V], lse [B, H, S] in fp32).
+    backend: Backend, q: Tensor, k: Tensor, v: Tensor, *, rule: Rule, cu_seqlens: Documents = None,
+    spans: Sequence[Span] = (), kind: str = "causal",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Causal attention inside documents -> (out [B, H, S, V], lse [B, H, S] in fp32). Without autocast, which would
+    take back the precision in which kernels sum.
 
     Args:
         k, v: with N >= S keys: the queries are the last S of N rows.
-        cu_seqlens: offsets of the documents into the flattened [B * length] batch.
+        cu_seqlens: offsets of the documents into the flattened [B * N] batch.
         spans: instead of the offsets, which queries see which keys; they hold every query once.
-        length: rows of a whole batch row where k and v hold only its first N; None: they hold it whole.
+        kind: `causal`, or what a `spans.Piece` is, without documents.
     """
-    found = spans or _spans(cu_seqlens, q, k, length)
-    if _whole(found, q, k, rule.window):
-        return _causal_forward(backend, q, k, v, rule)
-    if not spans and (one := _packed(backend, rule, cu_seqlens, found, q, k, v)):
-        kernel, packed = one
-        out, lse = kernel.forward(*padded(kernel, q, k, v), rule.scale, True, packed=packed, **rule.given)
-        return out[..., : v.shape[-1]], lse
-    out = q.new_empty(*q.shape[:3], v.shape[-1])
-    lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-    cut = _keys_per_query(backend)
-    for span in found:
-        for piece in pieces(span, rule.window, bottom_right=backend.bottom_right, keys_per_query=cut):
-            add_piece(backend, piece, span, Attended(q, k, v, out, lse), rule)
-    return out, lse
+    if kind == "upper":  # backwards, this triangle is a causal one
+        out, lse = attention_forward(backend, q.flip(2), k.flip(2), v.flip(2), rule=rule)
+        return out.flip(2), lse.flip(2)
+    kernel, how, cut, _ = _calls(backend, rule, kind, cu_seqlens, spans, q, k, v)
+    if cut:
+        out = _room(q, v.shape[-1], q.dtype)
+        lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+        add_pieces(backend, cut, Attended(q, k, v, out, lse), rule)
+        return out, lse
+    out, lse = kernel.forward(*padded(kernel, q, k, v), scale=rule.scale, causal=kind == "causal", **how)
+    return out[..., : v.shape[-1]], lse
 
 
-def _causal_forward(backend: Backend, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
-    """Queries are the last rows of the keys: everything before them, and their own triangle."""
-    before = k.shape[2] - q.shape[2]
-    if before == 0 or backend.bottom_right:
-        return calls.forward(backend, q, k, v, rule, "causal")
-    out, lse = calls.forward(backend, q, k[:, :, before:], v[:, :, before:], rule, "causal")
-    step = keys_of_a_call(q.shape[2], before, _keys_per_query(backend))
-    for lo in range(0, before, step):
-        at = (slice(None), slice(None), slice(lo, min(lo + step, before)))
-        out, lse = merge(out, lse, *calls.forward(backend, q, k[at], v[at], rule, "full"))
-    return out, lse
+def attention_backward(
+    backend: Backend, dout: Tensor, kept: Attended, *, rule: Rule, cu_seqlens: Documents = None,
+    spans: Sequence[Span] = (), kind: str = "causal", sums: Sequence[Tensor] = (),
+) -> Sequence[Tensor]:  # fmt: skip
+    """Gradients of `attention_forward` -> (dq, dk, dv).
+
+    Args:
+        kept: what `attention_forward` was given and what it returned. `out` and `lse` may be those over more keys than
+            are here: with them each set of keys gives its own share of the gradients, exactly (FlashAttention-2,
+            section 3.1.2).
+        cu_seqlens, spans, kind: as they were given to `attention_forward`.
+        sums: tensors (fp32) like q, k and v to which the gradients are added, which are then returned.
+    """
+    q, k, v, out, lse = kept
+    if kind == "upper":
+        turned = Attended(*(t.flip(2) for t in kept))
+        return [g.flip(2) for g in attention_backward(backend, dout.flip(2), turned, rule=rule)]
+    kernel, how, cut, dtype = _calls(backend, rule, kind, cu_seqlens, spans, q, k, v, out, dout)
+    if cut:
+        made = add_gradients(backend, cut, dout, kept, rule, sums, dtype)
+        return made if sums else [g.to(q.dtype) for g in made]
+    dout, q, k, v, out = padded(kernel, dout, q, k, v, out)
+    made = kernel.backward(
+        dout, Attended(q, k, v, out, lse), scale=rule.scale, causal=kind == "causal", **how
+    )  # fmt: skip
+    grads = tuple(g[..., : t.shape[-1]] for g, t in zip(made, kept))
+    return [total.add_(g) for total, g in zip(sums, grads)] if sums else grads
 
 
-def add_piece(backend: Backend, piece: Piece, span: Span, call: Attended, rule: Rule) -> None:
-    """Compute a piece and merge it into what its queries have; causal pieces come first and are written."""
-    mine, to, to_lse = (piece.queries_of(t, span.q_batch) for t in (call.q, call.out, call.lse))
-    keys, values = (piece.keys_of(t, span.batch) for t in (call.k, call.v))
-    part, part_lse = calls.forward(backend, mine, keys, values, rule, piece.kind)
-    if piece.kind == "causal":
-        to.copy_(part)
-        to_lse.copy_(part_lse)
-    else:
-        to_lse.copy_(merge(to, to_lse, part, part_lse)[1])
+def add_pieces(backend: Backend, cut: Iterable[Piece], call: Attended, rule: Rule) -> None:
+    """Compute pieces, and put them together in the call's output and logsumexp."""
+    for piece in cut:
+        mine = call.part(piece)
+        out, lse = attention_forward(backend, *mine[:3], rule=rule, kind=piece.kind)
+        if piece.first:
+            mine.out.copy_(out)
+        else:
+            lse = merge(mine.out, mine.lse, out, lse)[1]
+        mine.lse.copy_(lse)
+        del out, lse  # not beside what the next piece makes
+
+
+def add_gradients(
+    backend: Backend, cut: Iterable[Piece], dout: Tensor, kept: Attended, rule: Rule, sums: Sequence[Tensor] = (),
+    dtype: torch.dtype | None = None,
+) -> Sequence[Tensor]:  # fmt: skip
+    """Add what pieces contribute to the gradients of q, k and v; without `sums`, to new ones of this dtype."""
+    for piece in cut:
+        grads = attention_backward(backend, piece.queries_of(dout), kept.part(piece), rule=rule, kind=piece.kind)
+        # when the kernel's own memory is free again
+        sums = sums or [_room(t, t.shape[-1], dtype).zero_() for t in kept[:3]]
+        for total, of, grad in zip(sums, (piece.queries_of, piece.keys_of, piece.keys_of), grads):
+            of(total).add_(grad)
+        del grads, grad
+    return sums
+
+
+def _calls(
+    backend: Backend, rule: Rule, kind: str, cu_seqlens: Documents, spans: Sequence[Span], *tensors: Tensor
+) -> tuple[Backend, dict[str, Any], Sequence[Piece], torch.dtype]:
+    """How attention is computed: the kernel that takes it in one call, what that is given besides the scale; or the
+    pieces that it is cut into, and the dtype in which their gradients are summed.
+
+    Args:
+        tensors: q and k, and all others of the call.
+    """
+    q, k = tensors[:2]
+    (batch, _, rows, _), keys, how = q.shape, k.shape[2], rule.given
+    windowed = (rule.window or keys) < keys
+    if kind == "causal" and (cu_seqlens is not None or spans or rows != keys or windowed):
+        found = spans or document_spans(cu_seqlens, batch, keys, keys - rows, keys)
+        whole = [(0, keys, b, b) for b in range(k.shape[0])]  # every row one document
+        many = windowed or len(found) != len(whole)
+        if many or [(s.begin, s.rows, s.batch, s.q_batch) for s in found] != whole:
+            # for all documents, and a window, of whole sequences
+            kernel = None if spans or rows != keys else BACKENDS.get(backend.packed_by)
+            if kernel and (rule.softcap is None or kernel.softcap) and batch * keys <= most_rows(kernel, tensors):
+                return kernel, {**how, "packed": _packed(cu_seqlens, found, rule, q)}, (), q.dtype
+            most = KEYS_PER_QUERY if backend.granule > 1 or len(tensors) > 3 else None  # more than 3: a backward
+            cut = [piece for span in found for piece in pieces(span, rule.window, most)]
+            once_each = all(piece.kind == "causal" for piece in cut)  # each key belongs to one call
+            return backend, how, cut, q.dtype if once_each else torch.promote_types(q.dtype, torch.float32)
+    assert batch == k.shape[0]  # not every kernel looks
+    ragged = rows % backend.granule or keys % backend.granule
+    # the parts of a call that is too large are few: their gradients are summed in the tensors' dtype
+    return BACKENDS[backend.packed_by] if ragged else backend, how, _parts(backend, kind, tensors), q.dtype
+
+
+def _packed(cu_seqlens: Documents, spans: Sequence[Span], rule: Rule, q: Tensor) -> Packed:
+    batch, length = q.shape[::2][:2]
+
+    def upload() -> tuple[Tensor, int]:
+        ends = torch.tensor([0, *(s.batch * length + s.end for s in spans)], dtype=torch.int32)
+        return ends.to(q.device, non_blocking=True), max(s.rows for s in spans)
+
+    if cu_seqlens is None:  # every row is one document: nothing is uploaded
+        offsets = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=q.device)
+        return Packed(offsets, length, rule.window)
+    return Packed(*once(cu_seqlens, ("uploaded", length, q.device), upload), rule.window)
+
+
+def most_rows(backend: Backend, tensors: Sequence[Tensor]) -> int:
+    """Tokens of a call, of the whole batch, whose tensors [B, heads, tokens, width] stay below `ELEMENTS`. A kernel may
+    have a key and a value for each query head, and a token's row may lie between those of other tensors."""
+    heads, width = tensors[0].shape[1], max(t.shape[-1] for t in tensors)
+    each = max(heads * backend.width(width), *(t.stride(2) for t in tensors if t.shape[2] > 1), 1)
+    most = max(1, (ELEMENTS - 1) // each)
+    return most - most % backend.granule or most
+
+
+def _parts(backend: Backend, kind: str, tensors: Sequence[Tensor]) -> list[Piece]:
+    """What a call `causal` or `full` is cut into, in order; empty where it stays whole."""
+    (batch, _, rows, _), keys, most = tensors[0].shape, tensors[1].shape[2], most_rows(backend, tensors)
+    tail = 0
+    if kind == "causal" and rows >= LONG and rows % backend.granule:
+        tail = rows % max(backend.granule, 1 << (rows.bit_length() - 7))  # 64 shapes for each doubling of the length
+    if batch * max(rows, keys) <= most and not tail:
+        return []
+    whole = rows - tail
+    step = -(-whole // -(-whole // most))  # equal parts: few shapes
+    bounds = [*range(0, whole, min(most, step + -step % backend.granule)), whole, *([rows] if tail else [])]
+    found = []
+    for b in range(batch):
+        row = slice(b, b + 1), slice(b, b + 1)
+        for lo, hi in pairwise(bounds):
+            before = keys if kind == "full" else lo
+            if kind == "causal":
+                found.append(Piece("causal", lo, hi - lo, lo, hi - lo, *row, first=True))
+            for at in range(0, before, most):
+                first = kind == "full" and at == 0
+                found.append(Piece("full", lo, hi - lo, at, min(most, before - at), *row, first=first))
+    return found
+
+
+def padded(backend: Backend, *tensors: Tensor) -> list[Tensor]:
+    """The tensors as a kernel takes them: with zeros beside heads that are narrower, where it knows one width, or only
+    some; and a copy of one that spans too many elements, most of which are not its own."""
+    widest, found = max(t.shape[-1] for t in tensors), []
+    for t in tensors:
+        if 1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride())) >= ELEMENTS:
+            t = t.transpose(1, 2).contiguous().transpose(1, 2)
+        lacking = backend.width(t.shape[-1] if backend.widths else widest) - t.shape[-1]
+        found.append(pad(t, (0, lacking)) if lacking else t)
+    return found
+
+
+def _room(x: Tensor, width: int, dtype: torch.dtype | None) -> Tensor:
+    """A tensor like x [B, H, S, D] with heads of this width, not yet written; the heads of a token lie together, so
+    that a part of the rows does not span the others."""
+    return x.new_empty(x.shape[0], x.shape[2], x.shape[1], width, dtype=dtype).transpose(1, 2)
+
+
+def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention of the same queries over two disjoint sets of keys -> over both; `out` is overwritten.
+
+    out and other [..., S, V], lse and other_lse [..., S] in fp32. A set without any key has a logsumexp of -inf.
+    """
+    share = torch.sigmoid(other_lse - lse)[..., None]  # of the other set in the sum of both
+    for rows in row_tiles(out):
+        out[rows] = out[rows].to(share.dtype).lerp_(other[rows].to(share.dtype), share[rows])
+    return out, torch.logaddexp(lse, other_lse)
+
+
+def row_tiles(x: Tensor, step: int | None = None) -> list[tuple[EllipsisType, slice, slice]]:
+    """Slices of x [..., S, D] that cut S, so that fp32 intermediates are small: `step` rows each, or as many as
+    `sizing.TILE_BYTES` hold."""
+    step = step or tile_for(prod(x.shape[:-2]) * x.shape[-1], 4, kernel_device(x.device.type)[0])
+    return [(..., slice(lo, lo + step), slice(None)) for lo in range(0, x.shape[-2], step)]
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Output (in place) and logsumexp with a further key of each head that has a score and no value."""
-    score = sinks.to(lse.dtype)[None, :, None]
-    share = torch.sigmoid(lse - score)[..., None]
-    for rows in row_tiles(out):
-        out[rows] = out[rows] * share[rows]
-    return out, torch.logaddexp(lse, score)
-
-
-def sinks_backward(delta: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Gradient [H] of the sinks (fp32), from delta = rowsum(dout * out) and lse [B, H, S] that holds them."""
-    share = torch.exp(sinks.to(lse.dtype)[None, :, None] - lse)
-    return -(share * delta).sum((0, 2))
-
-
-@in_full
-def attention_backward(
-    backend: Backend,
-    dout: Tensor,
-    kept: Attended,
-    *,
-    rule: Rule,
-    cu_seqlens: Documents = None,
-    spans: Sequence[Span] | None = None,
-) -> tuple[Tensor, ...]:
-    """Gradients of `attention_forward` over a whole sequence -> (dq, dk, dv).
-
-    Args:
-        kept: what `attention_forward` was given and what it returned.
-        cu_seqlens, spans: as they were given to `attention_forward`.
-    """
-    q, k, v, out, lse = kept
-    found = spans or _spans(cu_seqlens, q, k, None)
-    if _whole(found, q, k, rule.window):
-        return calls.backward(backend, dout, kept, rule, "causal")
-    if not spans and (one := _packed(backend, rule, cu_seqlens, found, q, k, v, dout, out)):
-        kernel, packed = one
-        dout, *given = padded(kernel, dout, q, k, v, out)
-        grads = kernel.backward(dout, Attended._make([*given, lse]), rule.scale, True, packed=packed, **rule.given)
-        return tuple(g[..., : t.shape[-1]] for g, t in zip(grads, (q, k, v)))
-    if not spans and (rule.window is None or all(s.rows <= rule.window for s in found)):
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        for span in found:  # each key belongs to one call: nothing is summed
-            at = (slice(span.batch, span.batch + 1), slice(None), slice(span.begin, span.end))
-            dq[at], dk[at], dv[at] = calls.backward(backend, dout[at], Attended(*(t[at] for t in kept)), rule, "causal")
-        return dq, dk, dv
-    wide = torch.promote_types(q.dtype, torch.float32)
-    sums = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
-    dq = attention_backward_rows(backend, dout, kept, sums, rule=rule, spans=found)
-    return dq, sums[0].to(k.dtype), sums[1].to(v.dtype)
-
-
-@in_full
-def attention_backward_rows(
-    backend: Backend,
-    dout: Tensor,
-    kept: Attended,
-    sums: tuple[Tensor, Tensor],
-    *,
-    rule: Rule,
-    cu_seqlens: Documents = None,
-    spans: Sequence[Span] | None = None,
-    length: int | None = None,
-) -> Tensor:
-    """Gradient of `attention_forward` for queries that are the last rows of the keys -> dq [B, H, S, D].
-
-    What these rows contribute to the gradients of the keys and values they saw is added to `sums`, [B, K, N, D] and
-    [B, K, N, V] (fp32: a key collects from many calls). `out` and `lse` are over all keys of a row: with them each set
-    of keys gives its own share of the gradients, exactly (FlashAttention-2, section 3.1.2).
-    """
-    q = kept.q
-    dq = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
-    for span in spans or _spans(cu_seqlens, q, kept.k, length):
-        for piece in pieces(span, rule.window, keys_per_query=KEYS_PER_QUERY):
-            backward_of_piece(backend, piece, span, dout, kept, dq, sums, rule)
-    return dq.to(q.dtype)
-
-
-def backward_of_piece(
-    backend: Backend, piece: Piece, span: Span, dout: Tensor, kept: Attended, dq: Tensor, sums: tuple[Tensor, Tensor],
-    rule: Rule,
-) -> None:  # fmt: skip
-    """Add a piece's share to dq and to the sums of its keys' and values' gradients, all in fp32."""
-    q, k, v, out, lse = kept
-    grad, mine, part, norm = (piece.queries_of(t, span.q_batch) for t in (dout, q, out, lse))
-    seen, values = (piece.keys_of(t, span.batch) for t in (k, v))
-    grads = calls.backward(backend, grad, Attended(mine, seen, values, part, norm), rule, piece.kind)
-    piece.queries_of(dq, span.q_batch).add_(grads[0])
-    for total, share in zip(sums, grads[1:]):
-        piece.keys_of(total, span.batch).add_(share)
+    """Output and logsumexp, both in place, with a further key of each head that has a score and no value."""
+    nothing = lse.new_zeros(()).expand_as(out)
+    return out, lse.copy_(merge(out, lse, nothing, sinks.to(lse.dtype)[None, :, None])[1])

@@ -24,30 +24,17 @@ contiguous last dimension.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from alstlib import reference
 from alstlib.kernels import blockwise
-from alstlib.kernels.flash_packages import (
-    fa2_backward,
-    fa2_forward,
-    fa3_backward,
-    fa3_forward,
-    fa4_backward,
-    fa4_forward,
-    lengths,
-    lse_to_heads,
-    lse_to_rows,
-    sides,
-    to_heads,
-    to_rows,
-)
-from alstlib.kernels.rule import Attended, Packed
+from alstlib.kernels.flash import FLASH, PACKAGES
+from alstlib.kernels.rule import Attended
 from alstlib.kernels.user_attention import UserAttention
 from alstlib.sizing import kernel_device, sdpa_kernel
 
@@ -60,17 +47,15 @@ on most of its rows are one call."""
 
 @dataclass(frozen=True)
 class Backend:
-    """A pair of kernels, forward(q, k, v, scale, causal) -> (out, lse) and backward(dout, kept, scale, causal) ->
+    """A pair of kernels, forward(q, k, v, scale=, causal=) -> (out, lse) and backward(dout, kept, scale=, causal=) ->
     (dq, dk, dv); causal with as many queries as keys. `out` and `lse` of `kept` may be those over more keys than its
     `k` holds: then the gradients are these keys' share."""
 
     name: str
-    forward: Callable[..., tuple[Tensor, Tensor]]
-    backward: Callable[..., tuple[Tensor, ...]]
+    forward: Callable[..., Sequence[Tensor]]
+    backward: Callable[..., Sequence[Tensor]]
     on: Literal["any", "cpu", "accelerator"] = "any"
-    """Kind of device that it runs on. (What flash-attn's packages need is asked of `_cannot`.)"""
-    bottom_right: bool = False
-    """Whether forward takes fewer causal queries than keys: those of the last tokens."""
+    """Kind of device that it runs on. (What flash-attn's packages need, `_lacks` says.)"""
     softcap: bool = False
     """Whether both functions take `softcap=`."""
     widths: bool = False
@@ -105,31 +90,6 @@ def _cpu_backward(dout: Tensor, kept: Attended, scale: float, causal: bool) -> t
 
 
 # ----- PyTorch on CUDA
-
-
-def _flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, packed: Packed | None = None
-) -> tuple[Tensor, Tensor]:
-    left, right = sides(packed)
-    out, lse, *_ = aten._flash_attention_forward(
-        *to_rows(packed, q, k, v), *(lengths(packed) or (None, None, q.shape[2], k.shape[2])), 0.0, causal, False,
-        scale=scale, window_size_left=left, window_size_right=right,
-    )  # fmt: skip
-    return to_heads(packed, out, q), lse_to_heads(packed, lse, q)
-
-
-def _flash_backward(
-    dout: Tensor, kept: Attended, scale: float, causal: bool, packed: Packed | None = None
-) -> tuple[Tensor, ...]:
-    q, k, _, _, lse = kept
-    left, right = sides(packed)
-    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # dropout's state, unread without dropout
-    grads = aten._flash_attention_backward(
-        *to_rows(packed, dout, *kept[:4]), lse_to_rows(packed, lse),
-        *(lengths(packed) or (None, None, q.shape[2], k.shape[2])), 0.0, causal, seed, seed.new_empty(0), scale=scale,
-        window_size_left=left, window_size_right=right,
-    )  # fmt: skip
-    return tuple(to_heads(packed, g, t) for g, t in zip(grads, kept))
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
@@ -187,16 +147,8 @@ def _efficient_backward(dout: Tensor, kept: Attended, scale: float, causal: bool
 # ----- the plain formulas as a kernel: [S, S] is made, for checking
 
 
-def _eager_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, softcap: float | None = None
-) -> tuple[Tensor, Tensor]:
-    return reference.attention(q, k, v, scale=scale, causal=causal, softcap=softcap)
-
-
-def _eager_backward(
-    dout: Tensor, kept: Attended, scale: float, causal: bool, softcap: float | None = None
-) -> tuple[Tensor, ...]:
-    return reference.attention_backward(dout, *kept, scale=scale, causal=causal, softcap=softcap)
+def _eager_backward(dout: Tensor, kept: Attended, **how: Any) -> tuple[Tensor, ...]:
+    return reference.attention_backward(dout, *kept, **how)
 
 
 _ALL = [
@@ -204,27 +156,13 @@ _ALL = [
     Backend("cudnn", _cudnn_forward, _cudnn_backward, on="accelerator", multiple=8, granule=256, widths=True,
             packed_by="flash"),
     # PyTorch since 2.11 has backward for no width between 128 and 192, but sums of dQ in rows of 160 for one
-    Backend("flash", _flash_forward, _flash_backward, on="accelerator", multiple=8, absent=(128, 192),
-            packed_by="flash"),
+    Backend("flash", *FLASH, on="accelerator", multiple=8, absent=(128, 192), packed_by="flash"),
     Backend("efficient", _efficient_forward, _efficient_backward, on="accelerator", multiple=8),
-    *(Backend(name, forward, backward, bottom_right=True, softcap=True, packed_by=name)
-      for name, forward, backward in (
-          ("flash_attention_2", fa2_forward, fa2_backward),
-          ("flash_attention_3", fa3_forward, fa3_backward),
-          ("flash_attention_4", fa4_forward, fa4_backward),
-      )),
-    Backend("blockwise", blockwise.forward, blockwise.backward, bottom_right=True, softcap=True, widths=True),
-    Backend("eager", _eager_forward, _eager_backward, softcap=True, widths=True),
+    *(Backend(name, *pair, softcap=True, packed_by=name) for name, (*_, pair) in PACKAGES.items()),
+    Backend("blockwise", blockwise.forward, blockwise.backward, softcap=True, widths=True),
+    Backend("eager", reference.attention, _eager_backward, softcap=True, widths=True),
 ]  # fmt: skip
 BACKENDS = {backend.name: backend for backend in _ALL}
-
-
-PACKAGES = {
-    "flash_attention_2": ("flash_attn.flash_attn_interface", "flash-attn", 8),
-    "flash_attention_3": ("flash_attn_interface", "flash-attn-3", 9),
-    "flash_attention_4": ("flash_attn.cute.interface", "flash-attn-4", 9),
-}
-"""Module and package of each flash-attn, and the least compute capability that it needs."""
 
 
 def _installed(module: str) -> bool:
@@ -252,54 +190,45 @@ def choose_backend(
         ValueError: an unknown name, or a kernel that cannot run here, with what can.
     """
     kind, capability = kernel_device(device.type)
-    device = device if capability is None else torch.device(kind)
+    if capability is None:
+        capability = torch.cuda.get_device_capability(device)[0] if kind == "cuda" else 0
+    asked = (kind, capability, dtype, head_dim, softcap)
     if attention == "auto":
         for name in ("flash_attention_3", "flash_attention_4"):
-            if _cannot(name, device, dtype, head_dim, softcap, capability) is None:
+            if _lacks(name, *asked) is None:
                 return BACKENDS[name]
-        attention = "sdpa"
-    if attention == "sdpa":
-        major = _major(device, capability) if device.type == "cuda" else 0
-        return BACKENDS[sdpa_kernel(device.type, dtype.itemsize, head_dim, softcap, major)]
+    if attention in ("auto", "sdpa"):
+        return BACKENDS[sdpa_kernel(kind, dtype.itemsize, head_dim, softcap, capability)]
     named = attention if isinstance(attention, Backend) else BACKENDS.get(attention)
     if named is None:
         raise ValueError(f"attention='{attention}' is unknown; known: sdpa, auto, {', '.join(BACKENDS)}")
+    why = None
     if softcap and not named.softcap:
         can = ", ".join(b.name for b in BACKENDS.values() if b.softcap)
-        raise ValueError(
-            f"attention='{named.name}' does not compute a soft cap of scores; 'sdpa' chooses what does, of {can}"
-        )
-    why = _cannot(named.name, device, dtype, head_dim, softcap, capability) if attention in PACKAGES else None
+        why = f"does not compute a soft cap of scores, as {can} do"
+    elif named.name in PACKAGES and (lacks := _lacks(named.name, *asked)):
+        why = f"needs {lacks}"
+    elif named.on != "any" and (named.on == "cpu") != (kind == "cpu"):
+        why = f"does not run on {kind}"
     if why is not None:
-        raise ValueError(f"attention='{attention}' needs {why}")
-    if named.on != "any" and (named.on == "cpu") != (device.type == "cpu"):
-        raise ValueError(f"attention='{attention}' does not run on {device.type}; attention='sdpa' chooses what does")
+        raise ValueError(f"attention='{named.name}' {why}; attention='sdpa' chooses what runs")
     return named
 
 
-def _major(device: torch.device, capability: int | None) -> int:
-    """First number of the compute capability of one of NVIDIA's GPUs; that of the simulation, where it has one."""
-    return torch.cuda.get_device_capability(device)[0] if capability is None else capability
-
-
-def _cannot(
-    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool, capability: int | None
-) -> str | None:
-    """What one of flash-attn's kernels lacks here, or None."""
-    module, package, least = PACKAGES[name]
+def _lacks(name: str, kind: str, capability: int, dtype: torch.dtype, width: int, softcap: bool) -> str | None:
+    """What one of flash-attn's packages needs and does not find here, or None."""
+    module, package, least, _ = PACKAGES[name]
     if not _installed(module):
-        return f"the package {package}; 'sdpa' needs nothing"
-    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
-        return f"CUDA and fp16 or bf16, not {device.type} and {dtype}; 'sdpa' chooses what runs"
-    major = _major(device, capability)
-    if major < least:
-        return f"a GPU of compute capability {least} or newer; 'sdpa' chooses what runs"
-    if name == "flash_attention_3" and major > least:
-        return f"a GPU of compute capability {least}, for which alone it is built; 'sdpa' chooses what runs"
-    if head_dim > 256 or head_dim % 8:
-        return f"heads of a width up to 256 that divides by 8, not {head_dim}; 'sdpa' chooses what runs"
-    if name == "flash_attention_4" and major in (10, 11) and 128 < head_dim < 256:
-        return f"heads of a width up to 128, or 256, on this GPU, not {head_dim}; 'sdpa' chooses what runs"
-    if name == "flash_attention_4" and major in (10, 11) and head_dim == 256 and softcap:
-        return "scores without a soft cap, or other heads than those of width 256; 'sdpa' chooses what runs"
-    return None
+        return f"the package {package}"
+    fits, widths = width % 8 == 0 and width <= 256, "a width up to 256 that divides by 8"
+    if name == "flash_attention_4" and capability in (10, 11):
+        fits = fits and (width <= 128 or (width == 256 and not softcap))
+        widths += " (on this GPU up to 128, or 256 without a soft cap)"
+    alone = name == "flash_attention_3"  # for which it is built
+    right = capability == least if alone else capability >= least
+    if kind == "cuda" and dtype.itemsize == 2 and right and fits:
+        return None
+    return (
+        f"CUDA of compute capability {least}{' alone' if alone else ' or newer'}, fp16 or bf16, and heads of {widths}, "
+        f"not {kind} {capability}, {dtype} and {width}"
+    )

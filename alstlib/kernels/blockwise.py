@@ -34,12 +34,11 @@ def _spans(end: int, step: int) -> list[slice]:
     return [slice(lo, min(lo + step, end)) for lo in range(0, end, step)]
 
 
-def _keys(at: slice, rows: int, keys: int, step: int, causal: bool) -> list[tuple[slice, bool]]:
-    """For a block of queries: (keys of a block, whether some queries must not attend to some of them). Aligned at the
-    end."""
-    ahead = keys - rows
-    seen = min(keys, at.stop + ahead) if causal else keys
-    return [(ks, causal and ks.stop > at.start + ahead + 1) for ks in _spans(seen, step)]
+def _keys(at: slice, keys: int, step: int, causal: bool) -> list[tuple[slice, int | None]]:
+    """For a block of queries: keys of a block, and the number of the first query, counted from the first key, where
+    some queries must not attend to some of them."""
+    blocks = _spans(min(keys, at.stop) if causal else keys, step)
+    return [(ks, at.start - ks.start if causal and ks.stop > at.start + 1 else None) for ks in blocks]
 
 
 def _product(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
@@ -51,17 +50,14 @@ def _product(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
     return a.to(wide) @ b.to(wide)
 
 
-def _scores(
-    q: Tensor, k: Tensor, scale: float, softcap: float | None, wide: torch.dtype, rows: slice, keys: slice, ahead: int,
-    masked: bool,
-) -> Tensor:  # fmt: skip
+def _scores(q: Tensor, k: Tensor, scale: float, softcap: float | None, wide: torch.dtype, first: int | None) -> Tensor:
     """Capped and masked scores [B, K, G * t, T] of q [B, K, G, t, D] (the queries of the block) and k [B, K, T, D]."""
     s = _product(q.flatten(2, 3), k.transpose(-1, -2), wide).mul_(scale)
     if softcap is not None:
         s = s.div_(softcap).tanh_().mul_(softcap)
-    if masked:
-        row = torch.arange(rows.start, rows.stop, device=q.device)[:, None] + ahead
-        hidden = torch.arange(keys.start, keys.stop, device=q.device) > row
+    if first is not None:
+        row = torch.arange(first, first + q.shape[3], device=q.device)[:, None]
+        hidden = torch.arange(k.shape[2], device=q.device) > row
         s.unflatten(2, q.shape[2:4]).masked_fill_(hidden, float("-inf"))
     return s
 
@@ -70,34 +66,21 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """q [B, H, S, D], k [B, K, N, D], v [B, K, N, V] -> out [B, H, S, V], lse [B, H, S] (fp32)."""
-    (b, heads, rows, _), kv, keys = q.shape, k.shape[1], k.shape[2]
-    wide = torch.promote_types(q.dtype, torch.float32)
-    grouped = q.unflatten(1, (kv, heads // kv))
-    out = q.new_empty(b, kv, heads // kv, rows, v.shape[-1])
+    grouped, wide = q.unflatten(1, (k.shape[1], -1)), torch.promote_types(q.dtype, torch.float32)
+    out = q.new_empty(*grouped.shape[:4], v.shape[-1])
     lse = q.new_empty(out.shape[:4], dtype=wide)
-    for at in _spans(rows, step := _block(q)):
+    for at in _spans(q.shape[2], step := _block(q)):
         mine = grouped[:, :, :, at]
-        total = top = norm = None
-        for ks, masked in _keys(at, rows, keys, step, causal):
-            s = _scores(mine, k[:, :, ks], scale, softcap, wide, at, ks, keys - rows, masked)
-            high = s.amax(-1, keepdim=True)
-            if total is None:
-                top = high
-                p = s.sub_(top).exp_()
-                norm = p.sum(-1, keepdim=True)
-                total = _product(p.to(v.dtype), v[:, :, ks], wide)
-                continue
-            assert top is not None
-            assert norm is not None
-            high = torch.maximum(top, high)
+        size = (*mine.shape[:2], mine.shape[2] * mine.shape[3])
+        total, norm = (q.new_zeros(*size, n, dtype=wide) for n in (v.shape[-1], 1))
+        top = torch.full_like(norm, float("-inf"))
+        for ks, first in _keys(at, k.shape[2], step, causal):
+            s = _scores(mine, k[:, :, ks], scale, softcap, wide, first)
+            high = torch.maximum(top, s.amax(-1, keepdim=True))
             fade = (top - high).exp_()
-            top = high
-            p = s.sub_(top).exp_()
+            top, p = high, s.sub_(high).exp_()
             norm = norm * fade + p.sum(-1, keepdim=True)
             total = total.mul_(fade).add_(_product(p.to(v.dtype), v[:, :, ks], wide))
-        assert total is not None
-        assert norm is not None
-        assert top is not None
         out[:, :, :, at] = (total / norm).unflatten(2, mine.shape[2:4])
         lse[:, :, :, at] = (top + norm.log()).squeeze(-1).unflatten(2, mine.shape[2:4])
     return out.flatten(1, 2), lse.flatten(1, 2)
@@ -108,19 +91,17 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients -> dq, dk, dv, of the dtypes of q, k and v."""
     q, k, v, out, lse = kept
-    (_, heads, rows, _), kv, keys = q.shape, k.shape[1], k.shape[2]
     wide = torch.promote_types(q.dtype, torch.float32)
-    grouped, douts, outs = (t.unflatten(1, (kv, heads // kv)) for t in (q, dout, out))
-    lses = lse.unflatten(1, (kv, heads // kv)).to(wide)
+    grouped, douts, outs, lses = (t.unflatten(1, (k.shape[1], -1)) for t in (q, dout, out, lse.to(wide)))
     dq = torch.empty_like(grouped)
     dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
-    for at in _spans(rows, step := _block(q)):
+    for at in _spans(q.shape[2], step := _block(q)):
         mine, grad = grouped[:, :, :, at], douts[:, :, :, at].flatten(2, 3)
         delta = (grad.to(wide) * outs[:, :, :, at].flatten(2, 3)).sum(-1, keepdim=True)
         norm = lses[:, :, :, at].flatten(2, 3)[..., None]
-        total = torch.zeros(*grad.shape[:3], q.shape[-1], dtype=wide, device=q.device)
-        for ks, masked in _keys(at, rows, keys, step, causal):
-            s = _scores(mine, k[:, :, ks], scale, softcap, wide, at, ks, keys - rows, masked)
+        total = q.new_zeros(*grad.shape[:3], q.shape[-1], dtype=wide)
+        for ks, first in _keys(at, k.shape[2], step, causal):
+            s = _scores(mine, k[:, :, ks], scale, softcap, wide, first)
             slope = None if softcap is None else 1 - (s / softcap).square().nan_to_num_(posinf=1.0)
             p = s.sub_(norm).exp_()
             dv[:, :, ks] += _product(p.to(v.dtype).transpose(-1, -2), grad, wide)

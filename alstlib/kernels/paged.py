@@ -8,16 +8,14 @@ is the same to the bit. Pages that no row sees (other documents, keys that a win
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from alstlib.kernels.attention import add_piece, backward_of_piece, in_full, with_sinks
+from alstlib.kernels.attention import add_gradients, add_pieces, with_sinks
 from alstlib.kernels.backends import Backend
 from alstlib.kernels.rule import Attended, Rule
 from alstlib.kernels.spans import Piece, Span, pieces_of_pages
@@ -37,7 +35,7 @@ class Page:
 
     def of(self, piece: Piece) -> Piece:
         """A call on the page, with its keys counted from the first that is here."""
-        return replace(piece, k=piece.k - self.first) if self.first else piece
+        return replace(piece, k=piece.k - self.first)
 
 
 class Pages(Protocol):
@@ -55,27 +53,37 @@ class Pages(Protocol):
 class HeadPart:
     """Some of a rank's heads, or rows of one head, as views of stored tensors, and what they see."""
 
-    queries: Callable[[Tensor], Tensor]
-    """Gives the view of stored queries, outputs or logsumexps [B, H, C, ...]."""
-    keys: Callable[[Tensor], Tensor]
-    """Gives the view of keys or values [B, K, R, ...]."""
-    spans: Sequence[Span]
-    """Which of the queries see which keys."""
     heads: slice
-    """Numbers of these heads in the model."""
+    """Numbers of these query heads in the model."""
+    stored: slice
+    """Where the queries are stored: heads of tensors [B, H, C, ...], or rows of [1, 1, rows, ...]."""
+    kv: slice
+    """Key/value heads, of those that the rank has."""
+    spans: Sequence[Span] = ()
+    """Which of the queries see which keys; none for heads that see all documents."""
+    batch: int = 0
+    """Number of micro-batch rows that each head's run of stored rows holds; 0 for stored heads."""
 
-    def call(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Attended:
-        """The part's views of a call's tensors."""
-        return Attended(self.queries(q), self.keys(k), self.keys(v), self.queries(out), self.queries(lse))
+    def queries_of(self, x: Tensor) -> Tensor:
+        """The view of stored queries, outputs or logsumexps, [B, heads, C, ...]."""
+        if not self.batch:
+            return x[:, self.stored]
+        heads = self.heads.stop - self.heads.start
+        return x[0, 0, self.stored].view(heads, self.batch, -1, *x.shape[3:]).transpose(0, 1)
 
-    def some(self, kv: range, each: int) -> HeadPart:
-        """Its key/value heads `kv`, with `each` query heads to each of them."""
-        return HeadPart(
-            lambda x: self.queries(x)[:, kv.start * each : kv.stop * each],
-            lambda x: self.keys(x)[:, kv.start : kv.stop],
-            self.spans,
-            slice(self.heads.start + kv.start * each, self.heads.start + kv.stop * each),
-        )
+    def keys_of(self, x: Tensor) -> Tensor:
+        """The view of keys or values [B, K, R, ...]."""
+        return x[:, self.kv]
+
+    def by_kv_head(self) -> list[HeadPart]:
+        """A part for each key/value head."""
+        n = self.kv.stop - self.kv.start
+        each, found = (self.heads.stop - self.heads.start) // n, []
+        for i in range(n) if n > 1 else ():
+            heads, stored = (slice(at.start + i * each, at.start + (i + 1) * each) for at in (self.heads, self.stored))
+            kv = slice(self.kv.start + i, self.kv.start + i + 1)
+            found.append(replace(self, heads=heads, stored=stored, kv=kv))
+        return found or [self]
 
 
 @dataclass(frozen=True)
@@ -87,47 +95,31 @@ class Choice:
     heads: int
     """Number of the model's query heads."""
 
-    def of(self, part: HeadPart, batch: int, page: int) -> list[HeadPart]:
-        """The heads of a part that see this page, neighbours together."""
-        if page >= self.seen.shape[2]:
-            return [part]
-        group, (first, last) = self.heads // self.seen.shape[1], (part.heads.start, part.heads.stop - 1)
-        sees = self.seen[batch, first // group : last // group + 1, page].tolist()
-        if all(sees):
-            return [part]
-        each, found = (last + 1 - first) // len(sees), []
-        for yes, run in itertools.groupby(range(len(sees)), key=sees.__getitem__):
-            if yes:
-                kv = list(run)
-                found.append(part.some(range(kv[0], kv[-1] + 1), each))
-        return found
+    def sees(self, part: HeadPart, batch: int, page: int) -> bool:
+        """Whether the heads of a part, which have one key/value head, see this page."""
+        kv = part.heads.start * self.seen.shape[1] // self.heads
+        return page >= self.seen.shape[2] or bool(self.seen[batch, kv, page])
 
 
 def _calls(
     parts: Iterable[HeadPart], rule: Rule, page: int, own: int, choice: Choice | None
-) -> dict[int, list[tuple[HeadPart, Span, Piece]]]:
+) -> dict[int, list[tuple[HeadPart, Piece]]]:
     """The calls on each page that is needed, the queries' own first."""
-    calls: dict[int, list[tuple[HeadPart, Span, Piece]]] = defaultdict(list)
+    calls: dict[int, list[tuple[HeadPart, Piece]]] = {own: []}
+    if choice is not None:
+        parts = [one for part in parts for one in part.by_kv_head()]
     for part in parts:
         for span in part.spans:
             for at, piece in pieces_of_pages(span, rule.window, page):
-                for some in [part] if choice is None else choice.of(part, span.batch, at):
-                    calls[at].append((some, span, piece))
+                if choice is None or choice.sees(part, span.batch, at):
+                    calls.setdefault(at, []).append((part, piece))
     return {at: calls[at] for at in [own, *sorted(calls.keys() - {own})]}
 
 
-@in_full
 def forward(
-    backend: Backend,
-    q: Tensor,
-    width: int,
-    pages: Pages,
-    own: int,
-    parts: Sequence[HeadPart],
-    rule: Rule,
-    sinks: Tensor | None = None,
-    choice: Choice | None = None,
-) -> tuple[Tensor, Tensor]:
+    backend: Backend, q: Tensor, width: int, pages: Pages, own: int, parts: Sequence[HeadPart], rule: Rule,
+    sinks: Tensor | None = None, choice: Choice | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Causal attention of rows q over the pages that they see -> (out [B, H, C, V], lse [B, H, C] in fp32).
 
     Args:
@@ -138,32 +130,37 @@ def forward(
         choice: which pages are seen; None: all that hold keys of the rows' documents and windows.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
-    out = q.new_empty(*q.shape[:3], width, dtype=wide)
-    lse = q.new_empty(q.shape[:3], dtype=wide)
+    out, lse = q.new_empty(*q.shape[:3], width, dtype=wide), q.new_empty(q.shape[:3], dtype=wide)
     calls = _calls(parts, rule, pages.rows, own, choice)
-    for page in pages.visit(list(calls)):
-        for part, span, piece in calls[page.index]:
-            add_piece(backend, page.of(piece), span, part.call(q, page.k, page.v, out, lse), rule)
-    for part in parts:
-        if sinks is None:
-            break
-        part.queries(lse).copy_(with_sinks(part.queries(out), part.queries(lse), sinks[part.heads])[1])
+    with torch.autocast(q.device.type, enabled=False):
+        for page in pages.visit(list(calls)):
+            for part, piece in calls[page.index]:
+                add_pieces(backend, [page.of(piece)], Attended(q, page.k, page.v, out, lse).part(part), rule)
+        add_sinks(parts, out, lse, sinks)
     return out.to(q.dtype), lse
 
 
-@in_full
+def add_sinks(parts: Sequence[HeadPart], out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
+    """Change output and logsumexp of these heads as the model's attention sinks do, where it has some."""
+    if sinks is not None:
+        for part in parts:
+            with_sinks(part.queries_of(out), part.queries_of(lse), sinks[part.heads])
+
+
+def sinks_backward(parts: Sequence[HeadPart], delta: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """These heads' share of the gradient [H] of the sinks, from delta = rowsum(dout * out) [B, H, C, 1] and lse
+    [B, H, C] that holds them."""
+    grad = torch.zeros_like(sinks, dtype=lse.dtype)
+    for part in parts:
+        share = torch.exp(sinks[part.heads].to(lse.dtype)[None, :, None] - part.queries_of(lse))
+        grad[part.heads] -= (share * part.queries_of(delta)[..., 0]).sum((0, 2))
+    return grad.to(sinks.dtype)
+
+
 def backward(
-    backend: Backend,
-    dout: Tensor,
-    q: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    pages: Pages,
-    own: int,
-    parts: Sequence[HeadPart],
-    rule: Rule,
-    choice: Choice | None = None,
-) -> tuple[Tensor, Page]:
+    backend: Backend, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, pages: Pages, own: int,
+    parts: Sequence[HeadPart], rule: Rule, choice: Choice | None = None,
+) -> tuple[Tensor, Page]:  # fmt: skip
     """Gradients of `forward` -> (dq [B, H, C, D], the page `own`).
 
     What the rows contribute to the gradients of the keys and values they saw is added to the pages' sums: with the
@@ -171,11 +168,13 @@ def backward(
     """
     dq = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
     calls, first = _calls(parts, rule, pages.rows, own, choice), None
-    for page in pages.visit(list(calls), sums=True):
-        first = first or page
-        assert page.sums is not None
-        for part, span, piece in calls[page.index]:
-            sums, mine = (part.keys(page.sums[0]), part.keys(page.sums[1])), part.call(q, page.k, page.v, out, lse)
-            backward_of_piece(backend, page.of(piece), span, part.queries(dout), mine, part.queries(dq), sums, rule)
+    with torch.autocast(q.device.type, enabled=False):
+        for page in pages.visit(list(calls), sums=True):
+            first = first or page
+            assert page.sums is not None
+            for part, piece in calls[page.index]:
+                sums = part.queries_of(dq), *(part.keys_of(t) for t in page.sums)
+                mine = Attended(q, page.k, page.v, out, lse).part(part)
+                add_gradients(backend, [page.of(piece)], part.queries_of(dout), mine, rule, sums)
     assert first is not None
     return dq.to(q.dtype), first

@@ -48,3 +48,8 @@ class Attended(NamedTuple):
     """Output [B, H, S, V]."""
     lse: Tensor
     """Logsumexp of the scores [B, H, S], in fp32."""
+
+    def part(self, of: Any) -> Attended:
+        """Views of what a part of the call (`spans.Piece`, `paged.HeadPart`) has of it."""
+        queries, keys = of.queries_of, of.keys_of
+        return Attended(queries(self.q), keys(self.k), keys(self.v), queries(self.out), queries(self.lse))

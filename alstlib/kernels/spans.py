@@ -13,14 +13,16 @@ logsumexps.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from itertools import pairwise
+from typing import Any, Literal, TypeVar
 
-import torch
 from torch import Tensor
 
 from alstlib.sizing import keys_of_a_call
+
+T = TypeVar("T")
 
 Documents = Sequence[int] | None
 
@@ -41,32 +43,38 @@ class Span:
 
 @dataclass(frozen=True)
 class Piece:
-    """One call of a kernel on `repeat` equal parts, each `stride` queries and keys after the one before."""
+    """One call of a kernel: on the same queries and keys of some micro-batch rows, or on `repeat` equal parts of one of
+    them, each `stride` queries and keys after the one before."""
 
     kind: Literal["causal", "full", "upper"]
     """Which keys a query attends to. causal: query i attends to keys 0 to i; full: to all keys; upper: to keys from i
-    on. Causal and upper are squares (for a kernel that aligns at the end, causal may have more keys than queries)."""
+    on. Causal and upper are squares."""
     q: int
     rows: int
     k: int
     keys: int
+    batch: slice
+    """Micro-batch rows of the keys."""
+    q_batch: slice
+    """Micro-batch rows in which the queries are stored."""
+    first: bool = False
+    """Whether no call before it has these queries."""
     repeat: int = 1
     stride: int = 0
 
-    def queries_of(self, x: Tensor, batch: int) -> Tensor:
-        """View of x [B, H, S, D] -> [repeat, H, rows, D]; of x [B, H, S] -> [repeat, H, rows]."""
-        return _parts(x[batch], self.q, self.rows, self.repeat, self.stride)
+    def queries_of(self, x: Tensor) -> Tensor:
+        """View of x [B, H, S, D] -> [n, H, rows, D]; of x [B, H, S] -> [n, H, rows]; n micro-batch rows or parts."""
+        return self._parts(x[self.q_batch], self.q, self.rows)
 
-    def keys_of(self, x: Tensor, batch: int) -> Tensor:
-        """View of x [B, K, N, D] -> [repeat, K, keys, D]."""
-        return _parts(x[batch], self.k, self.keys, self.repeat, self.stride)
+    def keys_of(self, x: Tensor) -> Tensor:
+        """View of x [B, K, N, D] -> [n, K, keys, D]."""
+        return self._parts(x[self.batch], self.k, self.keys)
 
-
-def _parts(x: Tensor, first: int, rows: int, repeat: int, stride: int) -> Tensor:
-    if repeat == 1:
-        return x[None, :, first : first + rows]
-    parts = x[:, first : first + (repeat - 1) * stride + rows].unfold(1, rows, stride)  # [H, repeat, (D,) rows]
-    return parts.movedim(-1, 2).transpose(0, 1)
+    def _parts(self, x: Tensor, first: int, rows: int) -> Tensor:
+        if self.repeat == 1:
+            return x[:, :, first : first + rows]
+        end = first + (self.repeat - 1) * self.stride + rows
+        return x[0, :, first:end].unfold(1, rows, self.stride).movedim(-1, 2).transpose(0, 1)
 
 
 class Offsets(tuple[int, ...]):
@@ -74,11 +82,15 @@ class Offsets(tuple[int, ...]):
     step. It goes with the sample."""
 
     def __init__(self, *_: object) -> None:
-        self.bounds: dict[tuple[int, int], list[int]] = {}
-        self.spans: dict[tuple[int, int, int, int], tuple[Span, ...]] = {}
-        self.uploaded: dict[tuple[int, torch.device], tuple[Tensor, int]] = {}
-        self.columns: dict[tuple[int, int, int, int, int, torch.device], tuple[Tensor, Tensor]] = {}
-        self.calls: dict[tuple[int, int, int, int, bool, torch.device], list[Any]] = {}
+        self.found: dict[Hashable, Any] = {}
+
+
+def once(documents: Documents, key: Hashable, make: Callable[[], T]) -> T:
+    """What `make` finds for these documents, which is looked for once for each sample."""
+    found = documents.found if isinstance(documents, Offsets) else {}
+    if key not in found:
+        found[key] = make()
+    return found[key]
 
 
 def document_spans(documents: Documents, batch: int, length: int, first: int, last: int) -> Sequence[Span]:
@@ -90,24 +102,18 @@ def document_spans(documents: Documents, batch: int, length: int, first: int, la
     Raises:
         ValueError: offsets that do not rise from 0 to batch * length.
     """
-    known = documents if isinstance(documents, Offsets) else Offsets()
-    shape, key = (batch, length), (batch, length, first, last)
-    if shape not in known.bounds:
-        known.bounds[shape] = _bounds(documents, batch, length)
-    if key not in known.spans:
-        known.spans[key] = tuple(_spans(known.bounds[shape], *key))
-    return known.spans[key]
+    shape, where = (batch, length), (batch, length, first, last)
+    bounds = once(documents, ("bounds", *shape), lambda: _bounds(documents, *shape))
+    return once(documents, ("spans", *where), lambda: tuple(_spans(bounds, *where)))
 
 
 def _spans(bounds: Sequence[int], batch: int, length: int, first: int, last: int) -> Iterator[Span]:
     for b in range(batch):
-        at = max(0, bisect.bisect_right(bounds, b * length + first) - 1)
-        while at + 1 < len(bounds) and bounds[at] < b * length + last:
-            begin, end = bounds[at] - b * length, min(bounds[at + 1] - b * length, last)
-            start = max(begin, first)
-            if start < end:
-                yield Span(b, begin, end, end - start, start - first, b)
-            at += 1
+        row = b * length
+        at, stop = bisect.bisect_right(bounds, row + first) - 1, bisect.bisect_left(bounds, row + last)
+        for begin, end in pairwise(bounds[at : stop + 1]):
+            start, end = max(begin - row, first), min(end - row, last)
+            yield Span(b, begin - row, end, end - start, start - first, b)
 
 
 def _bounds(documents: Documents, batch: int, length: int) -> list[int]:
@@ -120,79 +126,59 @@ def _bounds(documents: Documents, batch: int, length: int) -> list[int]:
     return sorted({*offsets, *rows})
 
 
-def pieces(
-    span: Span, window: int | None = None, *, bottom_right: bool = False, keys_per_query: int | None = None
-) -> Iterator[Piece]:
-    """The calls that make up a span. Those of kind causal come first and hold every query once.
+def pieces(span: Span, window: int | None = None, keys_per_query: int | None = None) -> Iterator[Piece]:
+    """The calls that make up a span. For each query, one of kind causal comes first.
 
     Args:
         window: number of keys that a query attends to, its own included; None for all keys up to its own.
-        bottom_right: the kernel takes a causal mask with more keys than queries, aligned at the end.
         keys_per_query: most keys of a full piece for each query (a kernel's backward makes gradients for all keys).
     """
-    start, keys = span.end - span.rows, span.end - span.begin
-    if window is None or window >= keys:
-        if bottom_right and keys_per_query is None:
-            yield Piece("causal", span.at, span.rows, span.begin, keys)
-            return
-        yield Piece("causal", span.at, span.rows, start, span.rows)
+    start, where = span.end - span.rows, (slice(span.batch, span.batch + 1), slice(span.q_batch, span.q_batch + 1))
+    if window is None or window >= span.end - span.begin:
+        yield Piece("causal", span.at, span.rows, start, span.rows, *where, first=True)
         step = keys_of_a_call(span.rows, start - span.begin, keys_per_query)
         for k in range(span.begin, start, step):
-            yield Piece("full", span.at, span.rows, k, min(step, start - k))
+            yield Piece("full", span.at, span.rows, k, min(step, start - k), *where)
         return
-    blocks = _window_blocks(span, window)
-    for a, n, repeat in blocks:
-        yield Piece("causal", a - start + span.at, n, a, n, repeat, window)
-    for a, n, repeat in blocks:
-        b = a + n
-        at = a - start + span.at
+    for a, n, repeat in _window_blocks(span, window):
+        at, b = a - start + span.at, a + n
+        yield Piece("causal", at, n, a, n, *where, True, repeat, window)
         if (k := max(span.begin, b - window)) < a:  # keys of every query of a block that is shorter than the window
-            yield Piece("full", at, n, k, a - k)
+            yield Piece("full", at, n, k, a - k, *where)
         if b - window > span.begin and n > 1:
-            yield Piece("upper", at, n - 1, a - window + 1, n - 1, repeat, window)
+            yield Piece("upper", at, n - 1, a - window + 1, n - 1, *where, False, repeat, window)
 
 
 def pieces_of_pages(span: Span, window: int | None, page: int) -> Iterator[tuple[int, Piece]]:
     """(page, call) of a span whose keys lie in pages of `page` keys: each call's keys are in one page, and counted from
     its first. The span's own rows lie in one page."""
-    for piece in pieces(span, window):
-        last = piece.k + (piece.repeat - 1) * piece.stride + piece.keys - 1
-        if piece.k // page == last // page:
-            yield piece.k // page, replace(piece, k=piece.k % page)
-            continue
-        for i in range(piece.repeat):
-            q, k = piece.q + i * piece.stride, piece.k + i * piece.stride
-            yield from _cut(Piece(piece.kind, q, piece.rows, k, piece.keys), page)
-
-
-def _cut(piece: Piece, page: int) -> Iterator[tuple[int, Piece]]:
-    """One call at the borders of pages."""
-    while piece.keys:
+    left = [*pieces(span, window)][::-1]
+    while left:
+        piece = left.pop()
         at, first = divmod(piece.k, page)
-        n = min(piece.keys, page - first)
-        if piece.kind == "upper":  # rows before the border see a triangle of this page's keys, and all that follow
-            yield at, Piece("upper", piece.q, n, first, n)
-            rest = Piece("upper", piece.q + n, piece.rows - n, piece.k + n, piece.keys - n)
-            if rest.keys:
-                yield from _cut(Piece("full", piece.q, n, rest.k, rest.keys), page)
+        n, upper = page - first, piece.kind == "upper"  # keys up to the page's border
+        if (piece.repeat - 1) * piece.stride + piece.keys <= n:
+            yield at, replace(piece, k=first)
+        elif piece.repeat > 1:
+            steps = [i * piece.stride for i in range(piece.repeat)]
+            left += [replace(piece, q=piece.q + step, k=piece.k + step, repeat=1) for step in steps[::-1]]
         else:
-            assert piece.kind == "full" or n == piece.keys
-            yield at, replace(piece, k=first, keys=n)
+            assert piece.kind != "causal"
             rest = replace(piece, k=piece.k + n, keys=piece.keys - n)
-        piece = rest
+            if upper:  # rows before the border see a triangle of this page's keys, and all that follow
+                left.append(replace(rest, q=piece.q + n, rows=piece.rows - n))
+                rest = replace(rest, kind="full", rows=n)
+            left += [rest, replace(piece, keys=n, rows=n if upper else piece.rows)]
 
 
-def _window_blocks(span: Span, window: int) -> list[tuple[int, int, int]]:
+def _window_blocks(span: Span, window: int) -> Iterator[tuple[int, int, int]]:
     """(first key position, queries, repeats) of the blocks: cut at multiples of the window from the span's first
     key."""
-    found: list[tuple[int, int, int]] = []
     a = span.end - span.rows
     while a < span.end:
         inside = (a - span.begin) % window
-        whole = 0 if inside else (span.end - a) // window
-        if whole and a == span.begin:
-            whole = 1  # the first block has no keys before its own: it differs from those after it
-        n = window if whole else min(window - inside, span.end - a)
-        found.append((a, n, max(1, whole)))
-        a += n * max(1, whole)
-    return found
+        # the first block has no keys before its own: it differs from those after it
+        repeat = 1 if inside or a == span.begin else max(1, (span.end - a) // window)
+        n = min(window - inside, span.end - a)
+        yield a, n, repeat
+        a += n * repeat

@@ -15,8 +15,7 @@ its logsumexp the gradient w dout (out_part - out).
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,48 +39,40 @@ class UserAttention:
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.fn, self.checked = fn, False
         self.name = getattr(fn, "__name__", type(fn).__name__)
-        try:
-            inspect.signature(fn).bind(*"qkv", scale=1.0, causal=True)
-        except TypeError as error:
-            raise ValueError(f"attention={self.name} must take (q, k, v, *, scale, causal): {error}") from None
         self.own_backward: Callable[..., Any] | None = getattr(fn, "backward", None)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Sequence[Tensor]:
         if not self.checked and not isinstance(q, FakeTensor):
             self.check(q, q.shape[1] // k.shape[1])
             self.checked = True
-        return self._run(q, k, v, scale, causal)
+        return self._run(q, k, v, **how)
 
-    def _run(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-        made = self.fn(q, k, v, scale=scale, causal=causal)
-        shapes, wide = [list(q.shape), list(q.shape[:3])], torch.promote_types(q.dtype, torch.float32)
-        pair = list(made) if isinstance(made, (tuple, list)) else [made]
-        if [list(t.shape) if isinstance(t, Tensor) else None for t in pair] != shapes:
-            found = ", ".join(str(list(t.shape)) if isinstance(t, Tensor) else type(t).__name__ for t in pair)
-            raise ValueError(
-                f"attention={self.name} returned {found}; output {shapes[0]} and logsumexp {shapes[1]} are needed"
-            )
-        if torch.promote_types(pair[1].dtype, wide) != pair[1].dtype:
-            raise ValueError(f"attention={self.name} returned a logsumexp in {pair[1].dtype}; {wide} is needed")
-        return pair[0], pair[1]
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Sequence[Tensor]:
+        made, wide = self.fn(q, k, v, **how), torch.promote_types(q.dtype, torch.float32)
+        pair = made if isinstance(made, (tuple, list)) else [made]
+        shapes = [getattr(t, "shape", None) for t in pair]
+        if shapes != [q.shape, q.shape[:3]] or torch.promote_types(pair[1].dtype, wide) != pair[1].dtype:
+            found = ", ".join(f"{list(getattr(t, 'shape', []))} {getattr(t, 'dtype', type(t).__name__)}" for t in pair)
+            needed = f"output {list(q.shape)} and logsumexp {list(q.shape[:3])} in {wide} are needed"
+            raise ValueError(f"attention={self.name} returned {found}; {needed}")
+        return pair
 
-    def backward(self, dout: Tensor, kept: Attended, scale: float, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, dout: Tensor, kept: Attended, **how: Any) -> Sequence[Tensor]:
         if self.own_backward is not None:
-            return self.own_backward(dout, *kept, scale=scale, causal=causal)
-        leaves = [t.detach().requires_grad_() for t in (kept.q, kept.k, kept.v)]
+            return self.own_backward(dout, *kept, **how)
+        leaves = [t.detach().requires_grad_() for t in kept[:3]]
         with torch.enable_grad():
-            out, lse = self._run(leaves[0], leaves[1], leaves[2], scale, causal)
-        if not (out.requires_grad and lse.requires_grad):
-            what = "logsumexp" if out.requires_grad else "output"
-            raise ValueError(
-                f"attention={self.name} returned a {what} that autograd cannot differentiate; give the function an "
-                "attribute backward(dout, q, k, v, out, lse, *, scale, causal) -> (dq, dk, dv)"
-            )
+            out, lse = made = self._run(*leaves, **how)
+        for t, what in zip(made, ("output", "logsumexp")):
+            if not t.requires_grad:
+                raise ValueError(
+                    f"attention={self.name} returned a {what} that autograd cannot differentiate; give the function an "
+                    "attribute backward(dout, q, k, v, out, lse, *, scale, causal) -> (dq, dk, dv)"
+                )
         share = (lse.detach() - kept.lse).exp()
         rest = ((out.detach() - kept.out).to(share.dtype) * dout).sum(-1)
         upstream = [(dout * share[..., None]).to(out.dtype), rest * share]
-        dq, dk, dv = torch.autograd.grad([out, lse], leaves, upstream)
-        return dq, dk, dv
+        return torch.autograd.grad(made, leaves, upstream)
 
     def check(self, q: Tensor, groups: int) -> None:
         """Raises ValueError where the function does not keep the contract, for tensors like q."""
@@ -90,21 +81,15 @@ class UserAttention:
             torch.randn(1, heads, 13, q.shape[3], generator=seed, dtype=torch.float64).to(q.device, q.dtype)
             for heads in (groups, 1, 1, groups)
         )
-        scale = q.shape[3] ** -0.5
-        for causal in (True, False):
-            out, lse = reference.attention(x, keys, values, scale=scale, causal=causal)
-            for part in [slice(None)] if causal else [slice(0, 6), slice(6, 13)]:
-                k, v = keys[:, :, part], values[:, :, part]
-                want = reference.attention(x, k, v, scale=scale, causal=causal)
-                self._compare(self._run(x, k, v, scale, causal), want, ("output", "logsumexp"))
-                kept = Attended(x, k, v, out, lse)
-                wanted = reference.attention_backward(dout, *kept, scale=scale, causal=causal)
-                self._compare(self.backward(dout, kept, scale, causal), wanted, ("dq", "dk", "dv"))
-
-    def _compare(self, got: tuple[Tensor, ...], want: tuple[Tensor, ...], names: tuple[str, ...]) -> None:
-        for name, one, right in zip(names, got, want):
-            if not reference.relative_error(one, right) < TOLERANCE:
-                raise ValueError(
-                    f"attention={self.name} is not softmax attention by the contract: on random tokens its {name} "
-                    "differs from the plain formulas (alstlib/kernels/user_attention.py has the contract)"
-                )
+        for causal, part in ((True, slice(13)), (False, slice(6)), (False, slice(6, 13))):
+            how: Any = {"scale": q.shape[3] ** -0.5, "causal": causal}
+            given = x, keys[:, :, part], values[:, :, part]
+            kept = Attended(*given, *reference.attention(x, keys, values, **how))
+            got = *self._run(*given, **how), *self.backward(dout, kept, **how)
+            want = *reference.attention(*given, **how), *reference.attention_backward(dout, *kept, **how)
+            for name, one, right in zip(("output", "logsumexp", "dq", "dk", "dv"), got, want):
+                if not reference.relative_error(one, right) < TOLERANCE:
+                    raise ValueError(
+                        f"attention={self.name} is not softmax attention by the contract: on random tokens its {name} "
+                        "differs from the plain formulas (alstlib/kernels/user_attention.py has the contract)"
+                    )

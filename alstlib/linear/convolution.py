@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alstlib.kernels.spans import Documents, Offsets, document_spans
+from alstlib.kernels.spans import Documents, document_spans, once
 from alstlib.recompute import first_order
 from alstlib.ulysses.alltoall import Exchange
 
@@ -62,9 +62,9 @@ def _columns(
 ) -> tuple[Tensor, Tensor]:
     """(columns of the flattened [B, W - 1 + L + 1] tokens that make one long row, in which W - 1 columns are before
     each document, which of them are this rank's tokens); `where` is the first token's place, and S."""
-    known = documents if isinstance(documents, Offsets) else Offsets()
-    (first, length), key = where, (batch, rows, around, *where, device)
-    if key not in known.columns:
+    first, length = where
+
+    def make() -> tuple[Tensor, Tensor]:
         columns: list[Tensor] = []
         places: list[Tensor] = []
         at = 0
@@ -76,8 +76,9 @@ def _columns(
             columns += [zeros, torch.arange(own - before, own + span.rows)]
             places.append(torch.arange(at + around, at + around + span.rows))
             at += around + span.rows
-        known.columns[key] = torch.cat(columns).to(device), torch.cat(places).to(device)
-    return known.columns[key]
+        return torch.cat(columns).to(device), torch.cat(places).to(device)
+
+    return once(documents, ("columns", batch, rows, around, *where, device), make)
 
 
 class _TokensAround(torch.autograd.Function):

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alstlib.kernels.spans import Documents, Offsets, Span, document_spans
+from alstlib.kernels.spans import Documents, Span, document_spans, once
 
 PADDED = 65_536
 """Most tokens of a batch of several documents, padding included: longer calls are not faster, but need more memory."""
@@ -93,7 +93,6 @@ def runs_of(
     batch, rows = shape
     if documents is None:
         return [Run((slice(0, batch), slice(0, rows)), goes_on=first > 0, last=True)]
-    known = documents if isinstance(documents, Offsets) else Offsets()
     runs, inside = [], []
     for span in document_spans(documents, batch, length, first, first + rows):
         goes_on, last = span.end - span.rows > span.begin, span.at + span.rows == rows
@@ -101,10 +100,9 @@ def runs_of(
             runs.append(_stored([span], goes_on=goes_on, last=last))
         else:
             inside.append(span)
-    key = (*shape, first, length, packed, device)
-    if key not in known.calls:
-        known.calls[key] = list(_packed(inside, device) if packed else _side_by_side(inside, device))
-    return [*runs, *known.calls[key]]
+    share = _packed if packed else _side_by_side
+    key = ("calls", *shape, first, length, packed, device)
+    return [*runs, *once(documents, key, lambda: list(share(inside, device)))]
 
 
 def _stored(spans: Sequence[Span], **how: Any) -> Run:

@@ -282,7 +282,7 @@ def _by_category(places: Mapping[str, int], start: int) -> dict[str, int]:
 
 def watch(handle: alstlib.Handle, places: Places, ledger: Ledger) -> None:
     """Tell apart what the exchange makes, and what checkpoints keep, from what the module makes that they run in."""
-    for method in ("to_heads", "to_seq", "shared_to_heads", "shared_to_seq", "swap_unequal"):
+    for method in ("to_heads", "to_seq", "swap_unequal"):
         places.wrap(handle.attention.exchange, method, EXCHANGE)
     put = handle.store.put
 

@@ -35,7 +35,6 @@ import torch
 from torch import Tensor, nn
 
 from alstlib.kernels import paged
-from alstlib.kernels.rule import Rule
 from alstlib.kernels.spans import Documents
 from alstlib.linear.carried import Carried, Step
 from alstlib.offload.checkpoints import Segment
@@ -44,8 +43,7 @@ from alstlib.offload.host_store import HostStore
 from alstlib.recompute import GradientSums, Replay, check_thread, first_order, those_that_train, unchanged
 from alstlib.sizing import page_rows
 from alstlib.streaming.pages import LayerPages, PageChooser
-from alstlib.ulysses.attention import UlyssesAttention, gradient_of_sinks, output_with, row_delta
-from alstlib.ulysses.head_layouts import Layout
+from alstlib.ulysses.attention import UlyssesAttention, Way, gradient_of_sinks, output_with, row_delta
 
 
 class KeysDone(Exception):
@@ -104,20 +102,20 @@ class RowChunk:
         if self.calls["attention"]:
             raise ValueError("chunk: a layer that calls attention more than once cannot run in chunks; use chunk=None")
         self.calls["attention"] += 1
-        rule = op.rule(q, k, v, sinks=sinks, **how)
-        layout = op.layouts.of(q, k, documents, self.first, self.last, self.pages.length)
-        if self.choices is not None and rule.window is None and self.task != "keys":
+        way = op.way(q, k, v, sinks, documents, (self.first, self.last), self.pages.length, **how)
+        layout = way.layout
+        if self.choices is not None and way.rule.window is None and self.task != "keys":
             where = (self.first, self.last, self.pages)
             self.choice = self.choices.of(q.detach(), k.detach(), *where, documents, op.exchange)
         if self.task == "recompute":
-            return _ChunkAttention.apply(q, k, v, sinks, op, rule, layout, self)
+            return _ChunkAttention.apply(q, k, v, sinks, op, way, self)
         if self.task == "keys" and self.calls.total() == self.all_calls:
-            self.pages.fill(*layout.keys_to_heads(k, v))
+            self.pages.fill(*layout.swap([], [k, v]))
             raise KeysDone
-        q_heads, k, v = layout.to_heads(q, k, v)
+        q_heads, k, v = layout.swap([q], [k, v])
         self.pages.fill(k, v)
-        out_heads, lse = self.forward(op, layout, q_heads, v.shape[-1], rule, sinks)
-        out = layout.to_seq(out_heads)
+        out_heads, lse = self.forward(op, way, q_heads, v.shape[-1], sinks)
+        (out,) = layout.swap_back(out_heads)
         if self.keep and self.task == "forward":
             self.kept = [out, lse]
         return out
@@ -133,13 +131,12 @@ class RowChunk:
         return out
 
     def forward(
-        self, op: UlyssesAttention, layout: Layout, q: Tensor, width: int, rule: Rule, sinks: Tensor | None
+        self, op: UlyssesAttention, way: Way, q: Tensor, width: int, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Attention of this chunk's queries, in head layout, over all pages before and in it."""
         op.forward_calls += self.last == self.pages.length  # once a pass over the whole sequence
-        parts = layout.parts(q, self.first, self.last)
-        backend = op.backend_for(q, width, rule)
-        return paged.forward(backend, q, width, self.pages, self.page, parts, rule, sinks, self.choice)
+        backend, rule, layout = way
+        return paged.forward(backend, q, width, self.pages, self.page, layout.own, rule, sinks, self.choice)
 
 
 class _ChunkAttention(torch.autograd.Function):
@@ -151,40 +148,37 @@ class _ChunkAttention(torch.autograd.Function):
         v: Tensor,
         sinks: Tensor | None,
         op: UlyssesAttention,
-        rule: Rule,
-        layout: Layout,
+        way: Way,
         piece: RowChunk,
     ) -> Tensor:
-        ctx.op, ctx.rule, ctx.layout, ctx.piece = op, rule, layout, piece
+        ctx.way, ctx.piece, layout = way, piece, way.layout
         ctx.sinks = None if sinks is None else sinks.detach().clone()
         if piece.pages.filled == piece.first:  # the last chunk: no pass before this one has made its keys
-            piece.pages.fill(*layout.keys_to_heads(k, v))
-        ctx.width = v.shape[-1]
+            piece.pages.fill(*layout.swap([], [k, v]))
         if piece.kept:
             out, lse = piece.kept
             ctx.held = [q.detach(), out, lse]
             return out.view_as(out)
-        (q_heads,) = layout.queries_to_heads(q)
-        out_heads, lse = piece.forward(op, layout, q_heads, v.shape[-1], rule, ctx.sinks)
+        (q_heads,) = layout.swap([q])
+        out_heads, lse = piece.forward(op, way, q_heads, v.shape[-1], ctx.sinks)
         ctx.held = [q_heads.detach(), out_heads, lse]
-        return layout.to_seq(out_heads)
+        return layout.swap_back(out_heads)[0]
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-        op, piece, layout, delta = ctx.op, ctx.piece, ctx.layout, None
+        piece, (backend, rule, layout), delta = ctx.piece, ctx.way, None
         q, out, lse = ctx.__dict__.pop("held")
-        if piece.kept and op.exchange.ranks > 1:
-            (delta,) = layout.queries_to_heads(row_delta(dout, out))
-            q, dout = layout.queries_to_heads(q, dout)
+        if piece.kept and layout.exchange.ranks > 1:
+            (delta,) = layout.swap([row_delta(dout, out)])
+            q, dout = layout.swap([q, dout])
             out = output_with(delta, dout)
         elif not piece.kept:
-            (dout,) = layout.queries_to_heads(dout)
-        dsinks = gradient_of_sinks(ctx, dout, out, lse, delta)
-        backend, parts = op.backend_for(q, ctx.width, ctx.rule), layout.parts(q, piece.first, piece.last)
-        dq, page = paged.backward(backend, dout, q, out, lse, piece.pages, piece.page, parts, ctx.rule, piece.choice)
+            (dout,) = layout.swap([dout])
+        dsinks = gradient_of_sinks(ctx, layout, dout, out, lse, delta)
+        dq, page = paged.backward(backend, dout, q, out, lse, piece.pages, piece.page, layout.own, rule, piece.choice)
         dk, dv = piece.pages.own(page, piece.first, piece.last, dq.dtype)
-        return (*layout.grads_to_seq(dq, dk, dv), dsinks, None, None, None, None)
+        return (*layout.swap_back(dq, dk, dv), dsinks, None, None, None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,13 +73,6 @@ class Exchange:
         self.bytes_sent += (send.numel() - to_ranks[self.rank]) * send.element_size()
         return receive
 
-    def total(self, x: Tensor) -> Tensor:
-        """The sum of the ranks' x, in place; counted as a ring sends it."""
-        if self.ranks > 1:
-            dist.all_reduce(x, group=self.group)
-            self.bytes_sent += 2 * x.numel() * x.element_size() * (self.ranks - 1) // self.ranks
-        return x
-
     def gather(self, x: Tensor) -> Tensor:
         """The x of every rank, [P, *x.shape], in rank order."""
         if self.ranks == 1:
@@ -90,42 +83,48 @@ class Exchange:
         return everyone.copy_(x.expand_as(everyone)) if emulated(self.group) else everyone
 
     def to_heads(self, *tensors: Tensor) -> list[Tensor]:
-        """Tensors [B, H, L, D], each with its own H (divisible by P) and D -> views [B, H / P, S, D] of one buffer."""
-        if self.ranks == 1:
-            return list(tensors)
-        p, heads = self.ranks, [(t.shape[1] // self.ranks, t.shape[3]) for t in tensors]
-        b, rows, widths = tensors[0].shape[0], tensors[0].shape[2], [h * d for h, d in heads]
-        send = tensors[0].new_empty(p, rows, b, sum(widths))
-        for part, t, head in zip(send.split(widths, 3), tensors, heads):
-            part.unflatten(3, head).copy_(t.unflatten(1, (p, -1)).permute(1, 3, 0, 2, 4))
-        whole = self._swap(send).view(p * rows, b, sum(widths))  # tokens of all ranks, in order
-        return [part.unflatten(2, head).permute(1, 2, 0, 3) for part, head in zip(whole.split(widths, 2), heads)]
+        """Tensors [B, H, L, D], each with its own H (divisible by P) -> views [B, H / P, S, D] of one buffer.
 
-    def to_seq(self, *tensors: Tensor) -> list[Tensor]:
-        """The way back: tensors [B, h, S, D] -> [B, P * h, L, D] (stored as [B, L, H, D])."""
+        Or all with K heads, K < P and P a multiple of K -> [B, 1, S, D]: the one head that this rank needs.
+        """
         if self.ranks == 1:
             return list(tensors)
-        p, heads = self.ranks, [(t.shape[1], t.shape[3]) for t in tensors]
-        (b, _, size, _), widths = tensors[0].shape, [h * d for h, d in heads]
-        rows = size // p
+        n = min(tensors[0].shape[1], self.ranks)
+        return self._exchange([t.unflatten(1, (n, -1)).permute(1, 3, 0, 2, 4) for t in tensors], back=False)
+
+    def to_seq(self, *tensors: Tensor, heads: int | None = None) -> list[Tensor]:
+        """The way back: tensors [B, h, S, D] -> [B, P * h, L, D] (stored as [B, L, H, D]).
+
+        Gradients of `heads` that ranks share [B, 1, S, D] -> [B, K, L, D], summed in fp32 over those ranks.
+        """
+        if self.ranks == 1:
+            return list(tensors)
+        by_rank = [t.unflatten(2, (self.ranks, -1)).permute(2, 3, 0, 1, 4) for t in tensors]
+        return self._exchange(by_rank, back=True, shared=heads)
+
+    def _exchange(self, tensors: Sequence[Tensor], back: bool, shared: int | None = None) -> list[Tensor]:
+        """Exchange tensors [n, L, B, h, D], of each part the heads for one rank (or for P / n ranks), in one buffer. Of
+        `shared` heads the sums arrive."""
+        widths = [t.shape[3] * t.shape[4] for t in tensors]
         if len(tensors) == 1:
-            send = tensors[0].permute(2, 0, 1, 3).contiguous()  # no copy for B = 1 and kernels that store [B, S, h, D]
+            send = tensors[0].contiguous().flatten(3)  # no copy for B = 1 and kernels that store [B, S, h, D]
         else:
-            send = tensors[0].new_empty(size, b, sum(widths))
-            for part, t, head in zip(send.split(widths, 2), tensors, heads):
-                part.unflatten(2, head).copy_(t.permute(2, 0, 1, 3))
-        whole = self._swap(send.view(p, rows, b, sum(widths)))  # heads of all ranks, in order
-        parts = [part.unflatten(3, head) for part, head in zip(whole.split(widths, 3), heads)]
-        return [part.permute(2, 1, 0, 3, 4).flatten(2, 3).transpose(1, 2) for part in parts]
+            send = tensors[0].new_empty(*tensors[0].shape[:3], sum(widths))
+            for part, t in zip(send.split(widths, 3), tensors):
+                part.unflatten(3, t.shape[3:]).copy_(t)
+        whole = self._swap(send) if len(send) == self.ranks else self._share(send)
+        if shared is not None:
+            wide = torch.promote_types(whole.dtype, torch.float32)
+            whole = whole.unflatten(0, (shared, -1)).sum(1, dtype=wide).to(whole.dtype)
+        parts = [part.unflatten(3, t.shape[3:]) for part, t in zip(whole.split(widths, 3), tensors)]
+        if back:  # heads of all ranks, in order
+            return [part.permute(2, 1, 0, 3, 4).flatten(2, 3).transpose(1, 2) for part in parts]
+        return [part.flatten(0, 1).permute(1, 2, 0, 3) for part in parts]  # tokens of all ranks, in order
 
-    def shared_to_heads(self, *tensors: Tensor) -> list[Tensor]:
-        """Tensors [B, K, L, D] with K < P, P a multiple of K -> [B, 1, S, D]: the one head that this rank needs."""
-        (b, heads, rows, _), p, widths = tensors[0].shape, self.ranks, [t.shape[3] for t in tensors]
-        send = tensors[0].new_empty(heads, rows, b, sum(widths))
-        for part, t in zip(send.split(widths, 3), tensors):
-            part.copy_(t.permute(1, 2, 0, 3))
-        receive = send.new_empty(p, rows, b, sum(widths))
-        sent = [send[r * heads // p] for r in range(p)]
+    def _share(self, send: Tensor) -> Tensor:
+        """send [K, ...], each part for P / K neighbouring ranks -> those of all ranks [P, ...]."""
+        p = self.ranks
+        receive, sent = send.new_empty(p, *send.shape[1:]), [send[r * len(send) // p] for r in range(p)]
         if GLOO_TAKES_LISTS or "gloo" not in dist.get_backend_config(self.group):
             dist.all_to_all(list(receive), sent, group=self.group)
         else:
@@ -134,19 +133,7 @@ class Exchange:
             for part, given in zip(receive, sent):
                 part.copy_(given)
         self._count(send[0], p - 1)
-        whole = receive.view(p * rows, b, sum(widths))
-        return [part.transpose(0, 1)[:, None] for part in whole.split(widths, 2)]
-
-    def shared_to_seq(self, heads: int, *tensors: Tensor) -> list[Tensor]:
-        """Gradients of `shared_to_heads`: [B, 1, S, D] of P ranks -> [B, K, L, D], summed in fp32 over the sharers."""
-        (b, _, size, _), p, widths = tensors[0].shape, self.ranks, [t.shape[3] for t in tensors]
-        send = tensors[0].new_empty(size, b, sum(widths))
-        for part, t in zip(send.split(widths, 2), tensors):
-            part.copy_(t[:, 0].transpose(0, 1))
-        receive = self._swap(send.view(p, size // p, b, sum(widths)))
-        wide = torch.promote_types(receive.dtype, torch.float32)
-        whole = receive.unflatten(0, (heads, p // heads)).sum(1, dtype=wide).to(receive.dtype)  # [K, L, B, widths]
-        return [part.permute(2, 0, 1, 3) for part in whole.split(widths, 3)]
+        return receive
 
 
 def stripe(tensors: Sequence[Tensor], chunk: int, ctx: SPContext) -> list[Tensor]:
@@ -160,14 +147,10 @@ def stripe(tensors: Sequence[Tensor], chunk: int, ctx: SPContext) -> list[Tensor
         tensors: integers [B, L] of this rank's slice (tokens, positions, labels), of one shape and dtype.
         chunk: C, the tokens of one rank in a chunk.
     """
-    rows, p = tensors[0].shape[1], ctx.sp
-    if p == 1 or rows <= chunk:
+    if ctx.sp == 1 or tensors[0].shape[1] <= chunk:
         return list(tensors)
-    with unset_fake_temporarily():  # a simulation must know too how many tokens go to which rank
-        order, to_ranks, from_ranks = _stripe_plan(rows, chunk, p, ctx.sp_rank)
-    send = torch.stack(list(tensors)).permute(2, 0, 1)[order.to(tensors[0].device)].contiguous()
-    receive = _all_to_all(torch.empty_like(send), send, ctx.sp_group, from_ranks, to_ranks)
-    return [t.contiguous() for t in receive.permute(1, 2, 0)]
+    striped = _deal(torch.stack(list(tensors)).permute(2, 0, 1), chunk, ctx)
+    return [t.contiguous() for t in striped.permute(1, 2, 0)]
 
 
 def unstripe(x: Tensor, chunk: int, ctx: SPContext) -> Tensor:
@@ -179,12 +162,7 @@ class _Unstripe(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, chunk: int, mesh: SPContext) -> Tensor:
         ctx.chunk, ctx.mesh = chunk, mesh
-        with unset_fake_temporarily():
-            order, to_ranks, from_ranks = _stripe_plan(x.shape[1], chunk, mesh.sp, mesh.sp_rank)
-            back = torch.argsort(order)
-        send = x.T.contiguous()
-        receive = _all_to_all(torch.empty_like(send), send, mesh.sp_group, to_ranks, from_ranks)
-        return receive[back.to(x.device)].T.contiguous()
+        return _deal(x.T, chunk, mesh, back=True).T.contiguous()
 
     @staticmethod
     @first_order
@@ -192,50 +170,42 @@ class _Unstripe(torch.autograd.Function):
         return stripe([grad], ctx.chunk, ctx.mesh)[0], None, None
 
 
+def _deal(x: Tensor, chunk: int, ctx: SPContext, back: bool = False) -> Tensor:
+    """x [L, ...] of this rank's slice -> of its tokens of each chunk, or back."""
+    with unset_fake_temporarily():  # a simulation must know too how many tokens go to which rank
+        order, to_ranks, from_ranks = _stripe_plan(len(x), chunk, ctx.sp, ctx.sp_rank)
+        order = torch.argsort(order) if back else order
+    order = order.to(x.device)
+    if back:
+        send = x.contiguous()
+        return _all_to_all(torch.empty_like(send), send, ctx.sp_group, to_ranks, from_ranks)[order]
+    send = x[order].contiguous()
+    return _all_to_all(torch.empty_like(send), send, ctx.sp_group, from_ranks, to_ranks)
+
+
 def _stripe_plan(rows: int, chunk: int, ranks: int, rank: int) -> tuple[Tensor, list[int], list[int]]:
     """(this rank's tokens in the order in which they are sent, how many go to each rank, how many come from each)."""
-    whole, rest = divmod(rows, chunk)
-    even = whole * chunk  # tokens of a rank in chunks of full length
+    chunks = [(lo * ranks, min(chunk, rows - lo)) for lo in range(0, rows, chunk)]
+    starts = torch.tensor([first + r * n for first, n in chunks for r in range(ranks)])
     mine = rank * rows + torch.arange(rows)
-    to = torch.where(
-        mine < even * ranks, mine % (chunk * ranks) // chunk, (mine - even * ranks) // max(1, rest)
-    )  # fmt: skip
-    local = torch.arange(rows)
-    wanted = torch.where(
-        local < even,
-        local // chunk * chunk * ranks + rank * chunk + local % chunk,
-        even * ranks + rank * rest + local - even,
-    )
+    to = (torch.searchsorted(starts, mine, right=True) - 1) % ranks
+    wanted = torch.cat([torch.arange(n) + first + rank * n for first, n in chunks])
     count = [torch.bincount(t, minlength=ranks).tolist() for t in (to, wanted // rows)]
     return torch.argsort(to, stable=True), count[0], count[1]
 
 
-class _SeqToHeads(torch.autograd.Function):
+class _Swap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange, ctx.heads = exchange, x.shape[1]
-        if x.shape[1] % exchange.ranks == 0:
-            return exchange.to_heads(x)[0]
-        return exchange.shared_to_heads(x)[0]
+    def forward(ctx: Any, x: Tensor, exchange: Exchange, to_heads: bool) -> Tensor:
+        ctx.exchange, ctx.there = exchange, to_heads
+        ctx.shared = x.shape[1] if to_heads and x.shape[1] < exchange.ranks else None
+        return (exchange.to_heads if to_heads else exchange.to_seq)(x)[0]
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        if ctx.heads % ctx.exchange.ranks == 0:
-            return ctx.exchange.to_seq(grad)[0], None
-        return ctx.exchange.shared_to_seq(ctx.heads, grad)[0], None
-
-
-class _HeadsToSeq(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.to_seq(x)[0]
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.to_heads(grad)[0], None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (back,) = ctx.exchange.to_seq(grad, heads=ctx.shared) if ctx.there else ctx.exchange.to_heads(grad)
+        return back, None, None
 
 
 def whole_heads(heads: int, kv_heads: int, ranks: int) -> bool:
@@ -263,7 +233,7 @@ def seq_to_heads(x: Tensor, group: Any | Exchange = None) -> Tensor:
     heads, ranks = x.shape[1], exchange.ranks
     if heads % ranks and ranks % heads:
         raise ValueError(f"{heads} heads neither divide over {ranks} ranks nor are shared evenly by them")
-    return _SeqToHeads.apply(x, exchange)
+    return _Swap.apply(x, exchange, True)
 
 
 def heads_to_seq(x: Tensor, group: Any | Exchange = None) -> Tensor:
@@ -276,4 +246,4 @@ def heads_to_seq(x: Tensor, group: Any | Exchange = None) -> Tensor:
     size, ranks = x.shape[2], exchange.ranks
     if size % ranks:
         raise ValueError(f"a sequence of {size} does not divide over {ranks} ranks; {size + -size % ranks} does")
-    return _HeadsToSeq.apply(x, exchange)
+    return _Swap.apply(x, exchange, False)

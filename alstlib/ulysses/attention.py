@@ -12,22 +12,32 @@ delta = rowsum(dO * O), one number for each token and head, and O' = delta / |dO
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from alstlib.kernels.attention import row_tiles
 from alstlib.kernels.backends import Backend, choose_backend, of_user
+from alstlib.kernels.paged import add_sinks, sinks_backward
 from alstlib.kernels.rule import Attended, Rule
-from alstlib.kernels.spans import Documents
+from alstlib.kernels.spans import Documents, Offsets, once
 from alstlib.mesh import SPContext
 from alstlib.offload.checkpoints import Saved
 from alstlib.recompute import first_order
 from alstlib.sizing import kernel_device
 from alstlib.tiled.compute import default_tile
 from alstlib.ulysses.alltoall import Exchange
-from alstlib.ulysses.head_layouts import Layouts
+from alstlib.ulysses.head_layouts import Layout, layout_of
+from alstlib.ulysses.head_split import Sample
+
+
+class Way(NamedTuple):
+    """How a call is computed: the same in all layers of a kind and in all passes of a step."""
+
+    backend: Backend
+    rule: Rule
+    layout: Layout
 
 
 class UlyssesAttention:
@@ -42,11 +52,11 @@ class UlyssesAttention:
     """
 
     def __init__(self, ctx: SPContext, attention: str | Callable[..., Any] = "sdpa", split_rows: bool = False) -> None:
-        self.exchange = Exchange(ctx.sp_group)
-        self.layouts = Layouts(self.exchange, split_rows)
+        self.exchange, self.split_rows = Exchange(ctx.sp_group), split_rows
         self.attention = attention if isinstance(attention, str) else of_user(attention)
-        self._backends: dict[Any, Backend] = {}
-        """Kernels that were chosen, by device, dtype, width and soft cap."""
+        self._shape: Any = None
+        self._undivided = Offsets()
+        """Keeps what was chosen for samples of this shape without documents, as the offsets of others do."""
         self.backend_name = ""
         """Name of the kernel that ran last."""
         self.forward_calls = 0
@@ -65,8 +75,8 @@ class UlyssesAttention:
             window: the number of keys that a query attends to, its own included; None for all keys up to its own.
             softcap: c, with which a score s becomes c * tanh(s / c); None for none.
             sinks: [H], the score of a further key without a value for each head (gpt-oss).
-            documents: offsets of the documents in the flattened batch [B * S] of all ranks; None: each row of the
-                micro-batch is one document.
+            documents: offsets of the documents in the flattened batch [B * S] of all ranks (`spans.Offsets` keep what
+                is found for them, which is made anew for others); None: each row of the micro-batch is one document.
             saved: where a checkpoint's first pass leaves the output, and where its recompute takes it from. In the
                 backward of a recompute each tensor is freed as soon as it has been read. Without `saved`, tensors are
                 kept as autograd keeps them (and its hooks see them).
@@ -74,56 +84,67 @@ class UlyssesAttention:
         Raises:
             ValueError: the shapes do not belong together, or the kernel cannot run on this device.
         """
-        rule = self.rule(q, k, v, scale, window, softcap, sinks)
-        return _Attention.apply(q, k, v, sinks, self, rule, documents, saved)
+        way = self.way(q, k, v, sinks, documents, scale=scale, window=window, softcap=softcap)
+        return _Attention.apply(q, k, v, sinks, self, way, documents, saved)
 
-    def rule(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, window: int | None = None,
-        softcap: float | None = None, sinks: Tensor | None = None,
-    ) -> Rule:  # fmt: skip
-        """Check shapes (ValueError for those that do not belong together) and give the rule of the scores."""
-        if q.ndim != 4 or k.shape[:3] != v.shape[:3] or q.shape[::2] != k.shape[::2] or q.shape[3] != k.shape[3]:
-            shapes = ", ".join(str(list(t.shape)) for t in (q, k, v))
-            raise ValueError(f"attention needs q [B, H, L, D], k [B, K, L, D] and v [B, K, L, V], got {shapes}")
-        if q.shape[1] % k.shape[1]:
-            raise ValueError(f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key/value heads")
-        if window is not None and window < 1:
-            raise ValueError(f"window={window} hides every key; it must be at least 1, or None for no window")
-        if sinks is not None and sinks.shape != (q.shape[1],):
-            raise ValueError(
-                f"sinks have shape {list(sinks.shape)}, but must have one number for each of {q.shape[1]} query heads"
-            )
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        return Rule(float(scale), window, softcap or None)
+    def way(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, documents: Documents = None,
+        chunk: tuple[int, int] | None = None, length: int | None = None, *, scale: float | None = None,
+        window: int | None = None, softcap: float | None = None,
+    ) -> Way:  # fmt: skip
+        """Kernel, rule and layout of a call, chosen at its first layer and pass (ValueError for what does not belong
+        together). `chunk`: its tokens [first, last) of sequences of this length; None: all of them."""
+        rule = Rule(q.shape[-1] ** -0.5 if scale is None else float(scale), window, softcap or None)
+        length = length or q.shape[2] * self.exchange.ranks
 
-    def backend_for(self, q: Tensor, value_width: int, rule: Rule) -> Backend:
-        """The kernel for q's device and dtype, and for these widths of heads."""
-        width, capped = max(q.shape[-1], value_width), rule.softcap is not None
-        asked = (q.device, q.dtype, width, capped, kernel_device(q.device.type))
-        if asked not in self._backends:  # looking for packages takes 0.14 ms, in each pass of each chunk of a layer
-            self._backends[asked] = choose_backend(self.attention, q.device, q.dtype, width, capped)
-        self.backend_name = self._backends[asked].name
-        return self._backends[asked]
+        def choose() -> Way:
+            _check(q, k, v, window, sinks)
+            width, capped = max(q.shape[-1], v.shape[-1]), rule.softcap is not None
+            heads, sample = (q.shape[1], k.shape[1]), Sample(q.shape[0], length, documents, q.device)
+            layout = layout_of(self.exchange, *heads, sample, chunk, self.split_rows)
+            return Way(choose_backend(self.attention, q.device, q.dtype, width, capped), rule, layout)
+
+        if documents is None and self._shape != (shape := (q.shape[0], length, q.device)):
+            self._shape, self._undivided = shape, Offsets()
+        own = self.exchange, self.attention, self.split_rows  # not `self`, which would be a circle
+        key = (*own, rule, q.shape, k.shape, v.shape, q.dtype, chunk, kernel_device(q.device.type))
+        way = once(self._undivided if documents is None else documents, key, choose)
+        self.backend_name = way.backend.name
+        return way
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None) -> None:
+    like_q = q.ndim == 4 and k.shape == (q.shape[0], k.shape[1], *q.shape[2:]) and v.shape[:3] == k.shape[:3]
+    if not like_q or q.shape[1] % k.shape[1] or (sinks is not None and sinks.shape != q.shape[1:2]):
+        shapes = ", ".join(str(list(t.shape)) for t in (q, k, v, sinks) if t is not None)
+        raise ValueError(
+            "attention needs q [B, H, L, D], k [B, K, L, D] and v [B, K, L, V], H a multiple of K, and sinks [H] or "
+            f"none, got {shapes}"
+        )
+    if window is not None and window < 1:
+        raise ValueError(f"window={window} hides every key; it must be at least 1, or None for no window")
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, op: UlyssesAttention, rule: Rule,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, op: UlyssesAttention, way: Way,
         documents: Documents, saved: Saved | None,
     ) -> Tensor:  # fmt: skip
-        ctx.op, ctx.rule, ctx.release = op, rule, saved is not None and saved.stage == "graph"
-        ctx.backend, ctx.layout = op.backend_for(q, v.shape[-1], rule), op.layouts.of(q, k, documents)
+        ctx.way, ctx.documents, ctx.release = way, documents, saved is not None and saved.stage == "graph"
         ctx.sinks = None if sinks is None else sinks.detach().clone()  # an engine may take the parameter away
         ctx.from_saved = saved is not None and saved.replaying
         if saved is not None and saved.replaying:
             out, lse = saved.take()
             _keep(ctx, q, k, v, out, lse)
             return out.view_as(out)  # a tensor of its own: autograd must not mark the saved one as an output
-        qh, kh, vh = ctx.layout.to_heads(q, k, v)
-        out_heads, lse = ctx.layout.forward(ctx.backend, qh, kh, vh, rule, ctx.sinks)
+        layout = way.layout
+        qh, kh, vh = layout.swap([q], [k, v])
+        with torch.autocast(q.device.type, enabled=False):  # it would take back the precision in which kernels sum
+            out_heads, lse = layout.forward(way.backend, qh, kh, vh, rule=way.rule, cu_seqlens=documents)
+            add_sinks(layout.own, out_heads, lse, ctx.sinks)
         op.forward_calls += 1
-        out = ctx.layout.to_seq(out_heads)
+        (out,) = layout.swap_back(out_heads)
         if saved is not None and saved.active:
             saved.tensors.append((out, lse))
         if any(ctx.needs_input_grad):
@@ -133,18 +154,20 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-        layout, delta = ctx.layout, None
+        layout, delta = ctx.way.layout, None
         q, k, v, out, lse = ctx.__dict__.pop("kept") if ctx.release else ctx.saved_tensors
         if not ctx.from_saved:
-            (dout,) = layout.queries_to_heads(dout)
+            (dout,) = layout.swap([dout])
         elif layout.exchange.ranks > 1:
-            (delta,) = layout.queries_to_heads(row_delta(dout, out))
-            q, k, v, dout = layout.to_heads(q, k, v, dout)
+            (delta,) = layout.swap([row_delta(dout, out)])
+            q, dout, k, v = layout.swap([q, dout], [k, v])
             out = output_with(delta, dout)
-        dsinks = gradient_of_sinks(ctx, dout, out, lse, delta)
-        grads = layout.backward(ctx.backend, dout, Attended(q, k, v, out, lse), ctx.rule)
-        del dout, q, k, v, out, lse, delta
-        return (*layout.grads_to_seq(*grads), dsinks, None, None, None, None, None)
+        dsinks = gradient_of_sinks(ctx, layout, dout, out, lse, delta)
+        with torch.autocast(dout.device.type, enabled=False):
+            kept, how = Attended(q, k, v, out, lse), {"rule": ctx.way.rule, "cu_seqlens": ctx.documents}
+            grads = layout.backward(ctx.way.backend, dout, kept, **how)
+        del dout, q, k, v, out, lse, delta, kept
+        return (*layout.swap_back(*grads), dsinks, None, None, None, None)
 
 
 def _keep(ctx: Any, *tensors: Tensor) -> None:
@@ -154,12 +177,14 @@ def _keep(ctx: Any, *tensors: Tensor) -> None:
         ctx.save_for_backward(*tensors)
 
 
-def gradient_of_sinks(ctx: Any, dout: Tensor, out: Tensor, lse: Tensor, delta: Tensor | None) -> Tensor | None:
-    """The gradient [H] of an autograd function's fourth input, the sinks, where it is wanted; all in head layout."""
+def gradient_of_sinks(
+    ctx: Any, layout: Layout, dout: Tensor, out: Tensor, lse: Tensor, delta: Tensor | None
+) -> Tensor | None:
+    """This rank's share of the gradient [H] of an autograd function's fourth input, the sinks, where it is wanted; all
+    in head layout."""
     if ctx.sinks is None or not ctx.needs_input_grad[3]:
         return None
-    delta = row_delta(dout, out) if delta is None else delta
-    return ctx.layout.sinks_backward(delta[..., 0], lse, ctx.sinks)
+    return sinks_backward(layout.own, row_delta(dout, out) if delta is None else delta, lse, ctx.sinks)
 
 
 def row_delta(dout: Tensor, out: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from alstlib.kernels.paged import HeadPart
 from alstlib.kernels.spans import Documents, Span, document_spans
 
 GOLDEN = (math.sqrt(5) - 1) / 2
@@ -79,46 +80,33 @@ class Shares:
     the mean; with the documents in their own order it has 4.8% more.
     """
 
-    def __init__(self, rows: Sequence[int], ranks: int = 1) -> None:
-        self.rows = rows
-        short = max(SHORT, sum(rows) // (DEALT * ranks))
-        self.long = [i for i, n in enumerate(rows) if n >= short]
-        by_length = sorted((i for i, n in enumerate(rows) if n < short), key=lambda i: rows[i])
-        spread = sorted(range(len(by_length)), key=lambda i: i * GOLDEN % 1)
-        self.short = [by_length[i] for i in spread]
-        self.ends = list(itertools.accumulate(rows[i] for i in self.short))
+    def __init__(self, spans: Sequence[Span], ranks: int) -> None:
+        short = max(SHORT, sum(s.rows for s in spans) // (DEALT * ranks))
+        self.long = [s for s in spans if s.rows >= short]
+        by_length = sorted((s for s in spans if s.rows < short), key=lambda s: s.rows)
+        order = sorted(range(len(by_length)), key=lambda i: i * GOLDEN % 1)
+        self.short = [by_length[i] for i in order]
+        self.begins = list(itertools.accumulate((s.rows for s in self.short), initial=0))
 
-    def between(self, lo: Fraction, hi: Fraction) -> list[tuple[int, int, int]]:
-        """(document, first, last of its folded tokens) of the share from `lo` to `hi`, by document."""
+    def between(self, lo: Fraction, hi: Fraction) -> list[Span]:
+        """The share from `lo` to `hi` as runs of queries in their documents, stored one after the other."""
         found = []
-        for number, i in enumerate(self.long):
-            nudge, n = (number * GOLDEN + 0.5) % 1, self.rows[i]
+        for number, document in enumerate(self.long):
+            nudge, n = (number * GOLDEN + 0.5) % 1, document.rows
             a, b = (n if share == 1 else math.floor(n * float(share) + nudge) if share else 0 for share in (lo, hi))
-            found.append((i, a, min(b, n)))
-        if self.ends:
-            first, last = (math.floor(self.ends[-1] * share) for share in (lo, hi))
-            for at in range(bisect.bisect_right(self.ends, first), len(self.ends)):
-                i = self.short[at]
-                begin = self.ends[at] - self.rows[i]
-                if begin >= last:
-                    break
-                found.append((i, max(first - begin, 0), min(last - begin, self.rows[i])))
-        return sorted(f for f in found if f[1] < f[2])
-
-
-@dataclass(frozen=True)
-class Group:
-    """One call of attention: query heads that share one key/value head, stored at rows [at, at + heads * rows)."""
-
-    at: int
-    heads: int
-    first_head: int
-    rows: int
-    """Number of one head's queries; B * S for whole heads."""
-    kv: int
-    """Number of the key/value head, counted from the rank's first."""
-    spans: tuple[Span, ...] | None
-    """Spans of the queries in their documents; None for whole heads, which see all documents."""
+            found.append((document, a, min(b, n)))
+        first, last = (math.floor(self.begins[-1] * share) for share in (lo, hi))
+        for i in range(bisect.bisect_right(self.begins, first) - 1, bisect.bisect_left(self.begins, last)):
+            document, begin = self.short[i], self.begins[i]
+            found.append((document, max(first - begin, 0), min(last - begin, document.rows)))
+        spans: list[Span] = []
+        at = 0
+        for document, a, b in sorted(found, key=lambda f: (f[0].batch, f[0].begin)):
+            start = document.end - document.rows
+            for run, stop in folded_rows(document.rows, a, b):
+                spans.append(Span(document.batch, document.begin, start + stop, stop - run, at, 0))
+                at += stop - run
+        return spans
 
 
 @dataclass(frozen=True)
@@ -162,90 +150,65 @@ class Plan:
         batch, length, documents, device = sample
         last = length if last is None else last
         self.heads, self.kv_heads, self.ranks, self.rank = heads, kv_heads, ranks, rank
-        self.batch, self.rows, self.own = batch, last - first, (last - first) // ranks
+        self.batch, self.first, self.rows, self.own = batch, first, last - first, (last - first) // ranks
         self.spans = document_spans(documents, batch, length, first, last)
-        self._shares = Shares([s.rows for s in self.spans], ranks)
+        self._shares = Shares(self.spans, ranks)
         with unset_fake_temporarily():  # a simulation must know too which tokens go to which rank
             runs = [self._runs(r) for r in range(ranks)]
-            self.stored = int(runs[rank][:, 3].sum())
+            _, _, lo, n = runs[rank]
+            self.stored = int(n.sum())
             """Number of queries that this rank computes, over its heads."""
-            indices = [self._sent(runs[r]) for r in range(ranks)]
-            indices += [self._received(runs[rank], r) for r in range(ranks)]
+            # into [B, H, L] of this rank those that others want, and into what it stores those that others have
+            indices = [self._in_slice(rank, r, (r[1] * heads + r[0]) * self.own - rank * self.own) for r in runs]
+            indices += [self._in_slice(r, runs[rank], n.cumsum(0) - n - lo) for r in range(ranks)]
             together = torch.cat(indices)
         moved = together.to(device).split([i.numel() for i in indices])  # one copy for all
         self.kv = self.kv_of(rank)
         self.messages = [Message(moved[r], moved[ranks + r], self.kv_of(r)) for r in range(ranks)]
-        self.groups = self._groups(first)
+        self.parts = self._parts()
 
     def kv_of(self, rank: int) -> slice:
         """The key/value heads that a rank needs."""
         own, group = parts_of(self.heads, self.ranks, rank), self.heads // self.kv_heads
         return slice(own[0].head // group, own[-1].head // group + 1)
 
+    def _of(self, rank: int) -> list[tuple[HeadShare, list[Span]]]:
+        """The heads and parts of heads of a rank, and their queries in the order in which they are stored."""
+        whole = [Span(b, 0, self.first + self.rows, self.rows, 0, 0) for b in range(self.batch)]
+        shares = parts_of(self.heads, self.ranks, rank)
+        return [(s, whole if s.whole else self._shares.between(s.lo, s.hi)) for s in shares]
+
     def _runs(self, rank: int) -> Tensor:
-        """Runs of queries of a rank in the order in which they are stored: [n, (head, micro-batch row, first token,
-        tokens)], counted from the first token of the call."""
-        found: list[tuple[int, int, int, int]] = []
-        for part in parts_of(self.heads, self.ranks, rank):
-            if part.whole:
-                found += [(part.head, b, 0, self.rows) for b in range(self.batch)]
-                continue
-            found += [(part.head, s.batch, s.at + lo, hi - lo) for s, lo, hi in self._rows_of(part)]
-        return torch.tensor(found, dtype=torch.int64).view(-1, 4)
+        """Runs of queries of a rank: [(head, micro-batch row, first token of the call, tokens), n]."""
+        found = [(s.head, q.batch, q.end - q.rows - self.first, q.rows) for s, own in self._of(rank) for q in own]
+        return torch.tensor(found, dtype=torch.int64).view(-1, 4).T
 
-    def _sent(self, runs: Tensor) -> Tensor:
-        """Indices into this rank's flattened [B, H, L] queries of those that lie in `runs`."""
-        head, b, lo, n = runs.unbind(1)
-        mine = self.rank * self.own
-        start, stop = lo.clamp(min=mine), (lo + n).clamp(max=mine + self.own)
-        return _ranges((b * self.heads + head) * self.own + start - mine, (stop - start).clamp(min=0))
+    def _in_slice(self, rank: int, runs: Tensor, at: Tensor) -> Tensor:
+        """Of those tokens of the runs that are in the slice of a rank, the places: of each run's first token `at` what
+        lies before it."""
+        first, (_, _, lo, n) = rank * self.own, runs
+        start, stop = lo.clamp(min=first), (lo + n).clamp(max=first + self.own)
+        lengths = (stop - start).clamp(min=0)
+        before = lengths.cumsum(0) - lengths
+        return torch.arange(int(lengths.sum())) + (at + start - before).repeat_interleave(lengths)
 
-    def _received(self, runs: Tensor, source: int) -> Tensor:
-        """Indices into this rank's stored queries of those that come from the rank `source`."""
-        lo, n = runs[:, 2], runs[:, 3]
-        at, theirs = n.cumsum(0) - n, source * self.own
-        start, stop = lo.clamp(min=theirs), (lo + n).clamp(max=theirs + self.own)
-        return _ranges(at + start - lo, (stop - start).clamp(min=0))
-
-    def _groups(self, first: int) -> list[Group]:
-        found: list[Group] = []
+    def _parts(self) -> list[HeadPart]:
+        """What this rank attends with: whole query heads that share one key/value head, and parts of heads."""
+        found: list[HeadPart] = []
         group, at = self.heads // self.kv_heads, 0
-        parts = parts_of(self.heads, self.ranks, self.rank)
-        for (kv, whole), some in itertools.groupby(parts, key=lambda p: (p.head // group, p.whole)):
-            own = list(some)
-            if whole:
-                rows = self.batch * self.rows
-                found.append(Group(at, len(own), own[0].head, rows, kv - self.kv.start, None))
-                at += len(own) * rows
-                continue
-            for part in own:
-                spans, size = self._spans(part, first)
-                if size:
-                    found.append(Group(at, 1, part.head, size, kv - self.kv.start, tuple(spans)))
-                at += size
-        assert at == self.stored
+
+        def together(own: tuple[HeadShare, list[Span]]) -> tuple[int, int]:
+            return own[0].head // group, -1 if own[0].whole else own[0].head
+
+        for (kv, _), some in itertools.groupby(self._of(self.rank), together):
+            (share, spans), *more = some
+            n, kv = 1 + len(more), kv - self.kv.start
+            size = n * sum(s.rows for s in spans)
+            where = slice(share.head, share.head + n), slice(at, at + size), slice(kv, kv + 1)
+            if size:
+                found.append(HeadPart(*where, batch=self.batch) if share.whole else HeadPart(*where, spans, 1))
+            at += size
         return found
-
-    def _rows_of(self, part: HeadShare) -> Iterator[tuple[Span, int, int]]:
-        """(document, first, last of a run of its tokens) of a part, in the order in which they are stored."""
-        for i, lo, hi in self._shares.between(part.lo, part.hi):
-            for first, last in folded_rows(self.spans[i].rows, lo, hi):
-                yield self.spans[i], first, last
-
-    def _spans(self, part: HeadShare, first: int) -> tuple[list[Span], int]:
-        """The runs of a part as spans over the keys of their documents, and the number of their queries."""
-        spans: list[Span] = []
-        at = 0
-        for span, lo, hi in self._rows_of(part):
-            spans.append(Span(span.batch, span.begin, first + span.at + hi, hi - lo, at, 0))
-            at += hi - lo
-        return spans, at
-
-
-def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
-    """starts and lengths [n] -> the numbers start, start + 1, ... of every range, one after the other."""
-    before = lengths.cumsum(0) - lengths
-    return torch.arange(int(lengths.sum())) + (starts - before).repeat_interleave(lengths)
 
 
 def area(spans: Sequence[Span]) -> int:
@@ -256,7 +219,6 @@ def area(spans: Sequence[Span]) -> int:
 def balance(heads: int, kv_heads: int, ranks: int, length: int, documents: Documents = None) -> tuple[float, float]:
     """(queries, causal area) of the fullest rank, relative to the mean, for one micro-batch row."""
     plans = [Plan(heads, kv_heads, ranks, r, Sample(1, length, documents)) for r in range(ranks)]
-    whole = area(plans[0].spans)
-    areas = [sum(g.heads * whole if g.spans is None else area(g.spans) for g in p.groups) for p in plans]
-    rows = [p.stored for p in plans]
+    areas = [sum((p.heads.stop - p.heads.start) * area(p.spans or plan.spans) for p in plan.parts) for plan in plans]
+    rows = [plan.stored for plan in plans]
     return max(rows) * ranks / sum(rows), max(areas) * ranks / sum(areas)

@@ -24,7 +24,7 @@ import torch
 from alstlib.config import RunConfig
 from alstlib.hf.models import model_config
 from alstlib.hf.support import heads_of
-from alstlib.kernels.attention import attention_backward, attention_backward_rows, attention_forward
+from alstlib.kernels.attention import attention_backward, attention_forward
 from alstlib.kernels.backends import BACKENDS, choose_backend
 from alstlib.kernels.rule import Attended, Rule
 from alstlib.runs.processes import die_with_parent, seconds_left
@@ -147,13 +147,13 @@ def time_kernel(
         for at in spans:
             attention_forward(backend, q[:, :, at], k[:, :, : at.stop], v[:, :, : at.stop], rule=rule)
 
-    dk, dv = (torch.zeros_like(t, dtype=torch.float32) for t in (k, v))
+    dq, dk, dv = (torch.zeros_like(t, dtype=torch.float32) for t in (q, k, v))
 
     def chunks_backward() -> None:
         for at in reversed(spans):
             rows, keys = (slice(None), slice(None), at), (slice(None), slice(None), slice(at.stop))
             part = Attended(q[rows], k[keys], v[keys], kept.out[rows], kept.lse[rows])
-            attention_backward_rows(backend, dout[rows], part, (dk[keys], dv[keys]), rule=rule)
+            attention_backward(backend, dout[rows], part, rule=rule, sums=(dq[rows], dk[keys], dv[keys]))
 
     return {**made, "chunk": chunk, **figures("chunks_", chunks_forward, chunks_backward)}
 

@@ -18,7 +18,7 @@ from alstlib import SPContext
 from alstlib.config import RunConfig
 from alstlib.hf.models import model_config
 from alstlib.hf.support import heads_of
-from alstlib.kernels.spans import document_spans
+from alstlib.kernels.spans import Offsets, document_spans
 from alstlib.runs.progress import Pace
 from alstlib.train.worker import Job, run_worker, timed
 from alstlib.ulysses.alltoall import whole_heads
@@ -63,14 +63,15 @@ class Costs(Job):
             layouts = {"whole heads": False, **layouts}
         made: dict[str, dict[str, Any]] = {}
         steps = {}
-        for packing, offsets in packings(length).items():
+        for packing, found in packings(length).items():
+            offsets = Offsets(found)  # they keep the plans of their sample, as those of a batch do
             pairs = self.heads * area(document_spans(offsets, 1, length, 0, length))
             for layout, split in layouts.items():
                 name = f"{layout}, {packing}"
                 self.say(f"{name} at {length:,} tokens")
                 op = UlyssesAttention(self.ctx, run.options.attention, split_rows=split)
 
-                def step(op: UlyssesAttention = op, offsets: list[int] = offsets) -> None:
+                def step(op: UlyssesAttention = op, offsets: Offsets = offsets) -> None:
                     out = op(*tensors, documents=offsets)
                     torch.autograd.grad(out, tensors, dout)
 

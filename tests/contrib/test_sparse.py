@@ -228,10 +228,10 @@ def test_what_is_refused_and_what_is_said():
         assert "must be" in error_of(Sparse, **wrong)
     told = refused(zoo.build("llama"), SPARSE)
     assert "page=8 is not a multiple of chunk * sp = 3 * 1 tokens: use page=9" in told
-    assert "every layer of MistralForCausalLM has a sliding window" in refused(zoo.build("mistral"), Sparse(top=1))
+    assert "no layer of MistralForCausalLM attends to all keys" in refused(zoo.build("mistral"), Sparse(top=1))
     with attach(zoo.build("gpt_oss"), Sparse(top=1), chunk=3) as handle:
         (note,) = [n for n in handle.notes if n.startswith("sparse")]
     assert "is approximated" in note
     assert "1 of 2 layers have sliding windows and stay exact" in note
     hybrid = zoo.build_hybrid("qwen3_next", layer_types=["linear_attention"] * 2)
-    assert "no layer of Qwen3NextForCausalLM has attention" in refused(hybrid, Sparse(top=1))
+    assert "no layer of Qwen3NextForCausalLM attends to all keys" in refused(hybrid, Sparse(top=1))

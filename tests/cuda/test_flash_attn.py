@@ -142,7 +142,7 @@ def test_calls(package, form):
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_installed_packages_are_those_that_were_read(name):
-    module, package, _ = PACKAGES[name]
+    module, package, *_ = PACKAGES[name]
     try:
         found = importlib.import_module(module)
     except ImportError as e:

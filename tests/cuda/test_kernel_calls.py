@@ -6,12 +6,13 @@ import torch.distributed as dist
 from fake import fake_cuda
 from operators import attend, attend_by_heads, exchanged
 
-from alstlib.kernels.attention import attention_backward, attention_backward_rows, attention_forward
+from alstlib.kernels.attention import attention_backward, attention_forward
 from alstlib.kernels.backends import BACKENDS, choose_backend
 from alstlib.kernels.rule import Attended, Rule
 from alstlib.mesh import join_fake
 from alstlib.ulysses.alltoall import Exchange
-from alstlib.ulysses.head_layouts import Layouts, SplitRows
+from alstlib.ulysses.head_layouts import SplitRows, layout_of
+from alstlib.ulysses.head_split import Sample
 
 CUDA, LENGTH = torch.device("cuda:0"), 1024
 KERNELS = ["cudnn", "flash", "efficient", "blockwise", "eager"]
@@ -124,9 +125,9 @@ def test_uneven_heads(name, documents, heads, kv, ranks):
         with fake_cuda() as watch:
             q, k, v, dout = tensors(False, heads=heads, kv=kv, length=LENGTH // ranks, width=64)
             backend, rule = choose_backend(name, CUDA, q.dtype, 64), Rule(0.1)
-            layout = Layouts(Exchange(dist.group.WORLD)).of(q, k, documents)
+            layout = layout_of(Exchange(dist.group.WORLD), heads, kv, Sample(1, LENGTH, documents, CUDA))
             assert isinstance(layout, SplitRows)
-            alike(attend_by_heads(layout, backend, (q, k, v, dout), rule), [q, q, k, v])
+            alike(attend_by_heads(layout, backend, (q, k, v, dout), rule, documents), [q, q, k, v])
         check(watch, name)
     finally:
         dist.destroy_process_group()
@@ -164,12 +165,11 @@ def test_no_kernel_counts_beyond_32_bits(name, form, watch):
     documents = [0, 100_000, length] if form == "documents" else None
     backend, rule = BACKENDS[name], Rule(0.1, 4096 if form == "a window" else None)
     if form == "chunks":
-        dk, dv = (torch.zeros_like(t, dtype=torch.float32) for t in (k, v))
         at = (slice(None), slice(None), slice(length - length % 4096 - 4096, length - length % 4096))
         seen = (slice(None), slice(None), slice(0, at[2].stop))
-        out, lse = attention_forward(backend, q[at], k[seen], v[seen], rule=rule, length=length)
+        out, lse = attention_forward(backend, q[at], k[seen], v[seen], rule=rule)
         kept = Attended(q[at], k[seen], v[seen], out, lse)
-        alike([attention_backward_rows(backend, dout[at], kept, (dk[seen], dv[seen]), rule=rule, length=length)], [out])
+        alike(attention_backward(backend, dout[at], kept, rule=rule), kept[:3])
     else:
         calls(name, (q, k, v, dout), rule, documents)
     assert sum(watch.kernels.values()) < 2000

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import alstlib
 from alstlib.config import RunConfig
 from alstlib.kernels.backends import choose_backend
-from alstlib.kernels.rule import Rule
 from alstlib.measure.simulate import simulate
 from alstlib.planner.activations import kernel_workspace
 from alstlib.planner.gpus import GPUS, rates_of
@@ -33,8 +32,8 @@ def test_one_kernel_for_every_width(capability):
             chosen = {sdpa_kernel("cuda", dtype.itemsize, width, softcap is not None, capability)}
             for device, on in (("cuda:0", nullcontext()), ("cpu", kernels_as_on("cuda", capability))):
                 with on:
-                    q = torch.empty(1, 2, 4, 4, dtype=dtype, device=device)
-                    chosen.add(op.backend_for(q, width, Rule(1.0, softcap=softcap)).name)
+                    q = torch.empty(1, 2, 4, width, dtype=dtype, device=device)
+                    chosen.add(op.way(q, q, q, softcap=softcap).backend.name)
             assert len(chosen) == 1, (chosen, width, dtype, softcap)
 
 

@@ -148,14 +148,14 @@ MUTATIONS = {
     ),
     # the exchange between ranks
     "exchange: heads in another order": Mutation(
-        EXCHANGE.to_heads, "t.unflatten(1, (p, -1))", "t.unflatten(1, (-1, p)).transpose(1, 2)", TWO
+        EXCHANGE.to_heads, "t.unflatten(1, (n, -1))", "t.unflatten(1, (-1, n)).transpose(1, 2)", TWO
     ),
     "exchange: tokens of another rank": Mutation(EXCHANGE._swap, "return receive", "return receive.flip(0)", TWO),
     "exchange: gradients of shared keys of one rank": Mutation(
-        EXCHANGE.shared_to_seq, ".sum(1, dtype=wide)", ".select(1, 0)", FOUR
+        EXCHANGE._exchange, ".sum(1, dtype=wide)", ".select(1, 0)", FOUR
     ),
     "parts of heads: gradients of keys of one rank": Mutation(
-        head_layouts.SplitRows.swap_back, "total[:, message.kv] += t", "total[:, message.kv] = t", PARTS
+        head_layouts.SplitRows._move, ".add_(next(arrived))", ".copy_(next(arrived))", PARTS
     ),
     "sinks: those of the first rank's heads": Mutation(
         head_layouts.WholeHeads.__init__, "slice(exchange.rank * each, (exchange.rank + 1) * each)", "slice(0, each)",

@@ -7,7 +7,7 @@ import torch
 from test_kernels import SHAPES as ALL_SHAPES
 from test_kernels import check
 
-from alstlib.kernels.backends import BACKENDS, choose_backend
+from alstlib.kernels.backends import BACKENDS
 from alstlib.kernels.spans import Span, pieces
 
 pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
@@ -80,16 +80,3 @@ def test_a_window_costs_only_what_it_sees():
     done = sum(p.repeat * p.rows * (p.keys if p.kind == "full" else (p.keys + 1) / 2) for p in pieces(span, 64))
     assert done == 64 * 65 // 2 + (4096 - 64) * 64
     assert len(list(pieces(span, 64))) <= 4  # equal blocks go in one call
-
-
-# ----- which kernel
-
-
-def test_a_soft_cap_chooses_a_kernel_that_computes_it():
-    how = (torch.device("cpu"), torch.float32, 64)
-    for asked, found in (("sdpa", "blockwise"), ("eager", "eager")):
-        assert choose_backend(asked, *how, softcap=True).name == found
-    with pytest.raises(
-        ValueError, match=r"attention='cpu' does not compute a soft cap .* 'sdpa' chooses .*_4, blockwise, eager"
-    ):
-        choose_backend("cpu", *how, softcap=True)

@@ -167,7 +167,7 @@ def _counted(rank, world):
     exchange, x, tokens = Exchange(dist.group.WORLD), torch.ones(4), torch.ones(5, dtype=torch.int64)
     with Counts() as counts:
         exchange.to_heads(torch.ones(1, 4, 3, 2))
-        exchange.shared_to_heads(torch.ones(1, 1, 3, 2))
+        exchange.to_heads(torch.ones(1, 1, 3, 2))
         for one in (tokens, x):  # and as ZeRO gathers weights
             dist.all_gather([torch.empty_like(one) for _ in range(world)], one)
         dist.all_gather_into_tensor(torch.empty(4 * world), x)

@@ -58,7 +58,7 @@ def test_exchange_is_the_oracle(pools, world, heads):
 
 
 def send_buffers(rank, world, heads):
-    """What `dist.all_to_all` is handed by `shared_to_heads` of two tensors (K and V)."""
+    """What `dist.all_to_all` is handed by `to_heads` of two tensors (K and V)."""
     seen = []
 
     def spy(receive, parts, group=None):
@@ -66,16 +66,16 @@ def send_buffers(rank, world, heads):
         seen.append(([p.data_ptr() for p in parts], [*storages.values()], sum(r.numel() for r in receive)))
 
     with mock.patch.object(dist, "all_to_all", spy):
-        Exchange(dist.group.WORLD).shared_to_heads(*(randn(2, heads, ROWS, WIDTH, seed=rank + i) for i in (0, 100)))
+        Exchange(dist.group.WORLD).to_heads(*(randn(2, heads, ROWS, WIDTH, seed=rank + i) for i in (0, 100)))
     return seen
 
 
 def without_lists(rank, world):
     """Difference of shared heads with PyTorch's gloo before 2.12, which exchanges no lists."""
     tensors = [randn(2, world // 2, ROWS, WIDTH, seed=rank + i) for i in (0, 100)]
-    want = Exchange(dist.group.WORLD).shared_to_heads(*tensors)
+    want = Exchange(dist.group.WORLD).to_heads(*tensors)
     with mock.patch.object(alltoall, "GLOO_TAKES_LISTS", False), mock.patch.object(dist, "all_to_all", None):
-        got = Exchange(dist.group.WORLD).shared_to_heads(*tensors)
+        got = Exchange(dist.group.WORLD).to_heads(*tensors)
     return all(torch.equal(g, w) for g, w in zip(got, want))
 
 
@@ -121,8 +121,8 @@ def test_from_emulated_ranks_comes_what_is_sent():
         for came, sent in (
             (exchange.to_heads(whole)[0], whole),
             (exchange.to_seq(whole[:, :, :2].repeat(1, 1, 2, 1))[0], whole[:, :, :2]),
-            (exchange.shared_to_heads(one)[0], one),
-            (exchange.shared_to_seq(1, one.repeat(1, 1, 4, 1))[0], 4 * one),
+            (exchange.to_heads(one)[0], one),
+            (exchange.to_seq(one.repeat(1, 1, 4, 1), heads=1)[0], 4 * one),
             (exchange.swap_unequal(torch.arange(5.0), [2, 1, 1, 1], [3, 3, 3, 3]), torch.arange(5.0)),
             (stripe([ids], 2, ctx)[0], ids), (stripe([ids], 10, ctx)[0], ids),
         ):  # fmt: skip

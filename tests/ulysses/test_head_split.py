@@ -1,12 +1,13 @@
 """Uneven heads: which rows of which heads a rank has. Tests on real ranks (test_ulysses.py) have their attention."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
+import alstlib
+from alstlib.kernels.spans import Offsets
 from alstlib.ulysses.alltoall import whole_heads
-from alstlib.ulysses.head_layouts import Layouts, WholeHeads
+from alstlib.ulysses.attention import UlyssesAttention
+from alstlib.ulysses.head_layouts import WholeHeads
 from alstlib.ulysses.head_split import Plan, Sample, balance, parts_of
 
 LAYOUTS = [
@@ -56,31 +57,36 @@ def test_every_row_of_every_head_is_somewhere_once(heads, kv, ranks, documents):
         assert {p.head * kv // heads for p in parts} == set(range(plan.kv.start, plan.kv.stop))
 
 
-def layouts(ranks):
-    """Those of the first of so many ranks, which exchange nothing here."""
-    return Layouts(SimpleNamespace(ranks=ranks, rank=0))  # type: ignore[arg-type]
+def attention_on(ranks):
+    """That of the first of so many ranks, which exchange nothing here."""
+    op = UlyssesAttention(alstlib.SPContext())
+    op.exchange.ranks = ranks
+    return op
 
 
 def test_whole_heads_where_they_can_be():
     """Divisible heads keep the plain exchange: no plan, no index, no copy more."""
     assert [whole_heads(*c) for c in ((8, 2, 2), (8, 2, 4), (8, 2, 8), (9, 3, 3))] == [True] * 4
     assert not any(whole_heads(*c) for c in LAYOUTS)
-    assert isinstance(layouts(4).of(torch.ones(1, 8, 5, 2), torch.ones(1, 2, 5, 2), None), WholeHeads)
+    q, k = torch.ones(1, 8, 5, 2), torch.ones(1, 2, 5, 2)
+    assert isinstance(attention_on(4).way(q, k, k).layout, WholeHeads)
 
 
 def test_plans_are_made_once_for_all_layers():
-    made, q, k = layouts(2), torch.ones(1, 3, 4, 2), torch.ones(1, 1, 4, 2)
-    one, two, other = (made.of(q, k, documents).plan for documents in ([0, 3, 8], (0, 3, 8), [0, 4, 8]))
-    assert one is two
-    assert other is not one
-    assert len(made._plans) == 1  # those of other documents are gone
+    op, q, k = attention_on(2), torch.ones(1, 3, 4, 2), torch.ones(1, 1, 4, 2)
+    for documents in (Offsets([0, 3, 8]), None):
+        one, two, other = (op.way(q, k, k, None, at) for at in (documents, documents, Offsets([0, 4, 8])))
+        assert one is two
+        assert other is not one
+    op.way(q[:, :, :3], k[:, :, :3], k[:, :, :3])
+    assert len(op._undivided.found) == 1  # those of samples of another shape are gone
 
 
 def test_many_documents_are_handed_out_whole():
     """A rank calls its kernel for its own documents, not for a part of every one."""
     documents = [*range(0, 65_536, 256), 65_536]
     plan = Plan(28, 4, 8, 3, Sample(1, 65_536, documents))
-    parts = [len(g.spans) for g in plan.groups if g.spans is not None]
+    parts = [len(part.spans) for part in plan.parts if part.spans]
     assert parts
     assert all(n < 0.6 * len(documents) for n in parts)
     assert balance(28, 4, 8, 65_536, documents)[1] < 1.01

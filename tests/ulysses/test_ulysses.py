@@ -114,18 +114,11 @@ def test_a_few_of_a_kind(pools, world, case, replay):
     check(pools(world), {"heads": 4, "kv": 2, **case, "replay": replay})
 
 
-def test_without_grad_nothing_is_kept():
-    op = UlyssesAttention(SPContext.create(1))
-    x = randn(1, 2, 5, WIDTH)
-    assert op(x, x, x).grad_fn is None
-    with torch.no_grad():
-        assert op(leaf(x), x, x).grad_fn is None
-
-
 def test_shapes_that_do_not_belong_together_are_refused():
     op = UlyssesAttention(SPContext.create(1))
     q, k = randn(1, 4, 5, WIDTH), randn(1, 2, 5, WIDTH)
-    for bad in ((q, k, k[:, :1]), (q, k[:, :, 1:], k[:, :, 1:]), (q[..., 1:], k, k), (q[0], k, k), (q, k[..., 2:], k)):
-        assert "attention needs q [B, H, L, D], k [B, K, L, D] and v" in error_of(op, *bad)
-    assert "3 query heads are not a multiple of 2" in error_of(op, q[:, :3], k, k)
+    for bad in ((q, k, k[:, :1]), (q, k[:, :, 1:], k[:, :, 1:]), (q[..., 1:], k, k), (q[0], k, k), (q[:, :3], k, k)):
+        assert "k [B, K, L, D] and v [B, K, L, V], H a multiple of K, and sinks" in error_of(op, *bad)
+    assert "[1, 2, 5, 8], [1]" in error_of(op, q, k, k, sinks=torch.ones(1))
+    assert "window=0 hides every key" in error_of(op, q, k, k, window=0)
     assert "attention='fast' is unknown" in error_of(UlyssesAttention(SPContext.create(1), "fast"), q, k, k)
