@@ -33,8 +33,7 @@ from alstlib.hf.routers import attach_routers, refuse_lost_gradients
 from alstlib.hf.support import check_model, check_shared, shared_weights
 from alstlib.hf.token_logps import OverRanks
 from alstlib.kernels.backends import BACKENDS
-from alstlib.linear.adapters import adapter_of, is_tokenwise
-from alstlib.linear.attach import attach_states
+from alstlib.linear.adapters import adapter_of, attach_states, is_tokenwise
 from alstlib.mesh import ATTACHED, SPContext, own_device
 from alstlib.options import Options
 from alstlib.recompute import begin, now

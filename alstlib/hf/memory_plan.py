@@ -74,7 +74,7 @@ class MemoryPlan:
         self._place_keys(x, x.device, pages, 0)
         self._decide(x, pages if self.kv_on_host else 0)
         if self.kv_on_host:
-            blocks.courier = Courier(self.store, x.device)
+            blocks.carried.courier = Courier(self.store, x.device)
         blocks.planned = True
 
     def handed_on(self, blocks: Blocks) -> None:

@@ -50,8 +50,6 @@ class LayerPages:
     def __init__(self, length: int, rows: int, courier: Courier | None = None) -> None:
         self.length, self.rows, self.courier = length, rows, courier
         self.held = [_Page() for _ in range(-(-length // rows))]
-        self.whole: list[Tensor] = []
-        """Without a courier, what the pages are parts of: k and v [S, B, K, D], and the sums of their gradients."""
         self.filled = 0
         """Rows that are in place."""
         self.open: int | None = None
@@ -60,49 +58,26 @@ class LayerPages:
         """Put the next rows, k [B, K, C, D] and v [B, K, C, V], in place."""
         index, first = divmod(self.filled, self.rows)
         self._open(index)
-        page, rows = self.held[index], k.shape[2]
+        page, rows = self.held[index], [t.permute(2, 0, 1, 3) for t in (k, v)]
         if not page.device:
-            page.device = self._room(index, k, v)
-        for held, t in zip(page.device, (k, v)):
-            held[first : first + rows].copy_(t.permute(2, 0, 1, 3))
-        self.filled += rows
-
-    def _room(self, index: int, k: Tensor, v: Tensor) -> list[Tensor]:
-        """Where a page's keys and values are put, not yet written."""
-        if self.courier is not None:
-            return _empty(min(self.rows, self.length - index * self.rows), k, v)
-        self.whole = self.whole or _empty(self.length, k, v)
-        return self._parts(index)
-
-    def _no_sums(self, index: int, keys: Sequence[Tensor]) -> list[Tensor]:
-        """The sums of a page to which nothing has been added."""
-        return [_zeros(t) for t in keys] if self.courier is not None else self._parts(index, sums=True)
-
-    def _parts(self, index: int, sums: bool = False) -> list[Tensor]:
-        """This page's rows of what lies on the device as a whole."""
-        if sums and len(self.whole) == 2:
-            self.whole += [_zeros(t) for t in self.whole]
-        return [t[index * self.rows : (index + 1) * self.rows] for t in self.whole[2 * sums : 2 * sums + 2]]
+            room = min(self.rows, self.length - index * self.rows)
+            page.device = [t.new_empty(room, *t.shape[1:]) for t in rows]
+        for held, t in zip(page.device, rows):
+            held[first : first + len(t)].copy_(t)
+        self.filled += len(rows[0])
 
     def _open(self, index: int) -> None:
         """Let this page lie on the device, and the one that did before go to the host, or go altogether where backward
         has left it behind."""
         before, self.open = self.open, index
-        if before is None or before == index or self.courier is None:
+        if before is None or before == index:
             return
         if before > index:
             self.held[before] = _Page()
-        else:
+        elif self.courier is not None:
             self._leave(self.held[before])
 
-    def close(self) -> None:
-        """Send the open page to the host: the next pass over it comes later."""
-        if self.open is not None and self.courier is not None:
-            self._leave(self.held[self.open])
-        self.open = None
-
     def _leave(self, page: _Page) -> None:
-        assert self.courier is not None
         if not page.host:
             page.host = self._send(page, page.device, [])
         page.device = []
@@ -129,7 +104,7 @@ class LayerPages:
             page, arrived = self.held[index], [] if now is None else now.get()
             keys = page.device or arrived[:2]
             if sums and not page.sums:
-                page.sums = arrived[len(arrived) - 2 :] if page.host_sums else self._no_sums(index, keys)
+                page.sums = arrived[len(arrived) - 2 :] if page.host_sums else [_zeros(t) for t in keys]
             if sums:
                 page.sums = [_padded(total, t) for total, t in zip(page.sums, keys)]
             if index == self.open:
@@ -154,10 +129,6 @@ class LayerPages:
         return [t[:, :, first - at : last - at].to(dtype) for t in page.sums]
 
 
-def _empty(rows: int, *like: Tensor) -> list[Tensor]:
-    return [t.new_empty(rows, *t.shape[:2], t.shape[3]) for t in like]
-
-
 def _zeros(keys: Tensor) -> Tensor:
     dtype = torch.promote_types(keys.dtype, torch.float32)
     return torch.zeros(keys.shape, dtype=dtype, device=keys.device)
@@ -172,9 +143,8 @@ def _padded(sums: Tensor, keys: Tensor) -> Tensor:
 class PageChooser(Protocol):
     """Chooses the pages that the chunks see in one call of a layer, and keeps the choice for later passes."""
 
-    @property
-    def page(self) -> int | None:
-        """The number of the sequence's tokens in a page; None: chosen as where every page is seen."""
+    page: int | None
+    """The number of the sequence's tokens in a page; None: chosen as where every page is seen."""
 
     def of(
         self, q: Tensor, k: Tensor, first: int, last: int, pages: LayerPages, documents: Documents, exchange: Exchange

@@ -98,5 +98,6 @@ class Mamba1(Adapter):
 
         tokens, weights = [t.transpose(1, 2) for t in (hidden_states, dt, B, C)], in_order((A, D, delta_bias))
         rule = SelectiveScan(scan, delta_softplus, part.hands_on)
-        out = part.run((*tokens, *weights), functools.partial(pass_state, rule, tokens, weights, part.exchange))
+        over = functools.partial(pass_state, rule, tokens, weights)
+        out = part.run((*tokens, *weights), over)
         return out.transpose(1, 2) * nn.functional.silu(z)
