@@ -30,7 +30,7 @@ def attach_blocks(handle: Handle) -> None:
     @torch.compiler.disable
     def first_layer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         blocks = None if handle.state is None else handle.state.blocks
-        if blocks is not None and not blocks.planned:
+        if blocks is not None and not blocks.pages:
             handle.plan.blockwise(args[0] if args else kwargs["hidden_states"], blocks)
 
     first = handle.facts.layers[0]
@@ -96,5 +96,6 @@ def without_tokens(handle: Handle, batch: Mapping[str, Any]) -> MicroBatch:
     made = MicroBatch(
         handle, {"input_ids": tokens, "position_ids": positions, "shift_labels": torch.full_like(like, IGNORE)}, 1
     )  # fmt: skip
-    made.router, made.blocks.planned = None, True
+    made.router = None
+    made.blocks.place()
     return made

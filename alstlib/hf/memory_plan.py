@@ -73,9 +73,7 @@ class MemoryPlan:
             pages += keys_and_values(rows, heads, keys.widths, x.element_size())
         self._place_keys(x, x.device, pages, 0)
         self._decide(x, pages if self.kv_on_host else 0)
-        if self.kv_on_host:
-            blocks.carried.courier = Courier(self.store, x.device)
-        blocks.planned = True
+        blocks.place(Courier(self.store, x.device) if self.kv_on_host else None)
 
     def handed_on(self, blocks: Blocks) -> None:
         """A micro-batch's first block has run: what its layers with a state hand on is known, and where pages lie on

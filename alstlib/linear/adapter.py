@@ -30,7 +30,12 @@ log = logging.getLogger(__name__)
 
 CONVOLUTION = "causal_conv1d_fn"
 """The function of the short convolution before a recurrence."""
-HARMLESS = {"apply_mask_to_padding_states", "causal_conv1d_update"}
+FUSED = {"mamba_inner_fn", "mamba2_split_conv1d_scan_combined"}
+"""Convolution, scan, norm and projection in one kernel: it takes no state, and transformers goes on without it."""
+HARMLESS = FUSED | {
+    "apply_mask_to_padding_states", "causal_conv1d_update", "torch_recurrent_gated_delta_rule",
+    "recurrent_kimi_delta_attention", "mamba_selective_state_update", "mamba2_selective_state_update",
+}  # fmt: skip
 """Functions that work on each token by itself, or only where a cache is given."""
 
 
@@ -97,21 +102,17 @@ class Adapter:
     """What notes call it."""
     recurrence = ""
     """Its recurrence; none for a convolution alone."""
-    one_token = ""
-    """Its recurrence where a cache is given, which training does not."""
-    fused = ""
-    """Convolution, scan, norm and projection in one kernel: it takes no state, and transformers goes on without it."""
 
     @classmethod
     def knows(cls, mixer: nn.Module, calls: set[str]) -> bool:
         """Whether it is a mixer of this family, by the functions that its forward calls (`HARMLESS` left out)."""
-        return calls - {cls.one_token, cls.fused} == {CONVOLUTION, cls.recurrence} - {""}
+        return calls == {CONVOLUTION, cls.recurrence} - {""}
 
     @classmethod
     def forward(cls, mixer: nn.Module, part: Callable[[str], LayerPart]) -> Callable[..., Any]:
         """The mixer's forward over ranks; `part` gives its part by the name of a function."""
         own = plain_forward(mixer)
-        ours: dict[str, Callable[..., Any]] = {CONVOLUTION: _convolution, cls.recurrence: cls.mix, cls.fused: _none}
+        ours: dict[str, Any] = {CONVOLUTION: _convolution, cls.recurrence: cls.mix, **dict.fromkeys(FUSED, _none)}
         names = {
             name: functools.partial(function, part(name), own.__globals__[name])
             for name, function in ours.items()
@@ -130,7 +131,7 @@ class Adapter:
 
 
 def _none(*_: Any, **__: Any) -> None:
-    """In the place of `Adapter.fused`."""
+    """In the place of the functions in `FUSED`."""
 
 
 def _convolution(
@@ -163,17 +164,15 @@ def plain_forward(module: nn.Module) -> Any:
 
 def called_by(forward: Any) -> set[str]:
     """Names of the functions of its own file that a function calls."""
-    code = getattr(forward, "__code__", None)
-    if code is None:
-        return set()
-    known, names = forward.__globals__, {n for c in _codes(code) for n in c.co_names}
+    known = getattr(forward, "__globals__", {})
+    names = {n for code in _codes(getattr(forward, "__code__", None)) for n in code.co_names}
     return {n for n in names if callable(known.get(n)) and not isinstance(known[n], type | types.ModuleType)}
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
+def _codes(code: Any) -> Iterator[types.CodeType]:
+    if isinstance(code, types.CodeType):
+        yield code
+        for inner in code.co_consts:
             yield from _codes(inner)
 
 

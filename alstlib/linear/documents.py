@@ -110,13 +110,14 @@ def _side_by_side(spans: Sequence[Span], device: torch.device) -> Iterator[Run]:
             alike[-1].append(span)
         else:
             alike.append([span])
+    step = torch.tensor([[0], [1], [0], [1]])
     for some in alike:
         if len(some) == 1:
             yield _stored(some)
             continue
         places = [
-            torch.stack([torch.full((n,), batch), torch.arange(at, at + n), torch.full((n,), row), torch.arange(n)])
-            for row, (batch, at, n) in enumerate((span.batch, span.at, span.rows) for span in some)
+            torch.tensor([[span.batch], [span.at], [row], [0]]) + step * torch.arange(span.rows)
+            for row, span in enumerate(some)
         ]
         batch, at, row, token = torch.cat(places, 1).to(device)
         yield Run((batch, at), (row, token), (len(some), some[0].rows))

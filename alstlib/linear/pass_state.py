@@ -136,7 +136,7 @@ class _Slice:
             for both in everyone[::-1] if back else everyone:
                 their_m, their_u = both.split(sizes)
                 states.append(self.rule.times(their_m.view_as(m), states[-1]) + their_u.view_as(u))
-        return states[self.exchange.ranks - 1 - self.exchange.rank if back else self.exchange.rank], states[-1]
+        return states[-2 - self.exchange.rank if back else self.exchange.rank], states[-1]
 
 
 class _PassState(torch.autograd.Function):

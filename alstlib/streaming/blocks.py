@@ -28,6 +28,7 @@ from alstlib.kernels.paged import Page
 from alstlib.kernels.spans import Documents, document_spans
 from alstlib.linear.carried import Carried, Step
 from alstlib.offload.checkpoints import Saved
+from alstlib.offload.courier import Courier
 from alstlib.streaming.chunked import RowChunk
 from alstlib.streaming.pages import LayerPages, _Page
 from alstlib.ulysses.attention import UlyssesAttention
@@ -96,10 +97,8 @@ class Blocks:
         self.count = -(-rows // block)
         self.layers = layers
         self.pages: list[BlockPages] = []
-        self.planned = False
-        """Whether it has been decided where pages lie."""
+        """Of each layer; none before it has been decided where they lie."""
         self.carried = Carried()
-        """Its courier brings pages from the host and back too."""
         self.begin(0, making=True)
 
     def begin(self, index: int, making: bool) -> None:
@@ -110,6 +109,11 @@ class Blocks:
         self.first, self.last = self.ranks * self.rows.start, self.ranks * self.rows.stop
         self.calls = Counter[Hashable]()
         """How often each part that hands something on has run in this pass."""
+
+    def place(self, courier: Courier | None = None) -> None:
+        """Make the pages, which lie on the device, or on the host with a courier, as what is carried."""
+        rows, self.carried.courier = min(self.block, self.length) * self.ranks, courier
+        self.pages = [BlockPages(self.length * self.ranks, rows, courier) for _ in range(self.layers)]
 
     def kept_rows(self, window: int | None) -> int:
         """Rows of the sequence that a layer's pages keep at most."""
@@ -129,7 +133,7 @@ class Blocks:
         graph, kept = torch.is_grad_enabled(), list(saved.take()) if saved is not None and saved.replaying else []
         if kept and not graph:
             return kept[0]
-        pages, first, last, length = self._of(layer), self.first, self.last, self.ranks * self.length
+        pages, first, last, length = self.pages[layer], self.first, self.last, self.ranks * self.length
         keep = saved is not None and saved.active
         piece = RowChunk(self.rows, first, last, graph, pages, keep=keep, kept=kept)
         pages.begin(first)
@@ -140,7 +144,7 @@ class Blocks:
             pages.keep(first_seen(documents, q.shape[0], length, last, window))
         else:
             pages.leave()
-        if saved is not None and saved.active:
+        if saved is not None and keep:
             saved.tensors.append((piece.kept[0], piece.kept[1]))
         return out
 
@@ -148,12 +152,6 @@ class Blocks:
         """The output for the block of a call of a part that hands something on; `key` is of the call."""
         rows, length = (self.first, self.last), self.ranks * self.length
         return self.carried.run(key, step, inputs, rows, length, graph=torch.is_grad_enabled(), keep=self.making)
-
-    def _of(self, layer: int) -> BlockPages:
-        if not self.pages:
-            size, courier = min(self.block, self.length) * self.ranks, self.carried.courier
-            self.pages = [BlockPages(self.length * self.ranks, size, courier) for _ in range(self.layers)]
-        return self.pages[layer]
 
     def done(self) -> None:
         """The block's backward has run: nobody needs its pages any more."""

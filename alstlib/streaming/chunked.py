@@ -286,34 +286,32 @@ class _Streamed(torch.autograd.Function):
         store, tickets, replays = stream.store, stream.tickets, stream.replays
         if stream.travels:
             check_thread(ctx.device)
-        need_x, needs = ctx.needs_input_grad[3], ctx.needs_input_grad[4:]
+        needs = ctx.needs_input_grad[4:]
         params, courier = those_that_train(stream.params(), needs), Courier(store, ctx.device)
         way = courier if stream.travels else None
         sums = GradientSums(params)
         # a copy that came back from the host is ours, and read for the last time before it is written
-        grad_x = room_like(way, x) if need_x and (stream.travels or store.mode == "none") else x
+        grad_x = room_like(way, x) if stream.travels or store.mode == "none" else x
         pieces = stream.chunks(x.shape[1], True, courier)
         _keys(stream, way, x, [] if stream.tokenwise else pieces[:-1])
         for part, upstream in parts_of(way, _rows(pieces[::-1]), x, grad):
             piece, replay = pieces.pop(), replays.pop()
             piece.kept = store.get(tickets.pop(), courier.device) if tickets else []
-            leaf = part.contiguous().detach().requires_grad_(need_x)
+            leaf = part.contiguous().detach().requires_grad_()
             y = _recompute(stream, leaf, piece, replay)
             if not stream.accept(y):
                 del y
                 piece.calls.clear()
                 y = _recompute(stream, leaf, piece, replay)
             with replay():
-                wanted = [leaf, *params] if need_x else params
-                grads = list(torch.autograd.grad(y, wanted, upstream, allow_unused=True))
+                grads = list(torch.autograd.grad(y, [leaf, *params], upstream, allow_unused=True))
             del y, part, upstream
-            if need_x:
-                put_part(way, grad_x, piece.rows, grads.pop(0))
+            put_part(way, grad_x, piece.rows, grads.pop(0))
             sums.add(grads, last=not pieces)
             del piece, grads, leaf
         courier.finish()
         done = iter(sums.done())
-        return (None, None, None, grad_x if need_x else None, *(next(done) if need else None for need in needs))
+        return (None, None, None, grad_x, *(next(done) if need else None for need in needs))
 
 
 def _rows(pieces: Sequence[RowChunk]) -> list[slice]:
@@ -329,12 +327,8 @@ def _keys(stream: Stream, way: Courier | None, x: Tensor, pieces: Sequence[RowCh
     """Make the keys and values of these chunks again, and what they hand on."""
     for piece, replay, (part,) in zip(pieces, stream.replays, parts_of(way, _rows(pieces), x)):
         piece.graph, piece.leaves_at = False, stream.calls
-        with replay():
-            try:
-                stream.run(part, piece)
-            except KeysDone:
-                pass
-            else:
-                raise ValueError("chunk: the layer did not call attention, so it cannot run in chunks; use chunk=None")
+        with replay(), contextlib.suppress(KeysDone):
+            stream.run(part, piece)
+            raise ValueError("chunk: the layer did not call attention, so it cannot run in chunks; use chunk=None")
         piece.graph, piece.leaves_at = True, 0
         piece.calls.clear()

@@ -9,6 +9,7 @@ go back to it. (FPDT, arXiv 2408.16978, double-buffers keys and values in the sa
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -78,9 +79,7 @@ class LayerPages:
             self._leave(self.held[before])
 
     def _leave(self, page: _Page) -> None:
-        if not page.host:
-            page.host = self._send(page, page.device, [])
-        page.device = []
+        page.host, page.device = page.host or self._send(page, page.device, []), []
         self._send_sums(page)
 
     def _send_sums(self, page: _Page) -> None:
@@ -89,8 +88,7 @@ class LayerPages:
     def _send(self, page: _Page, tensors: Sequence[Tensor], to: list[Tensor]) -> list[Tensor]:
         """Send a page's tensors to the host: to where they lay before, if they did. Returns where they lie."""
         assert self.courier is not None
-        if not to:
-            to = [self.courier.empty(t.shape, t.dtype) for t in tensors]
+        to = to or [self.courier.empty(t.shape, t.dtype) for t in tensors]
         for host, t in zip(to, tensors):
             page.sent = self.courier.send(host, t)
         return to
@@ -99,14 +97,13 @@ class LayerPages:
         """These pages one after the other on the device, the first of them the one that is open from now on."""
         self._open(order[0])
         coming = self._fetch(order[0], sums)
-        for i, index in enumerate(order):
-            now, coming = coming, self._fetch(order[i + 1], sums) if i + 1 < len(order) else None
+        for index, following in itertools.zip_longest(order, order[1:]):
+            now, coming = coming, None if following is None else self._fetch(following, sums)
             page, arrived = self.held[index], [] if now is None else now.get()
             keys = page.device or arrived[:2]
-            if sums and not page.sums:
-                page.sums = arrived[len(arrived) - 2 :] if page.host_sums else [_zeros(t) for t in keys]
             if sums:
-                page.sums = [_padded(total, t) for total, t in zip(page.sums, keys)]
+                found = page.sums or (arrived[-2:] if page.host_sums else [_zeros(t) for t in keys])
+                page.sums = [_padded(total, t) for total, t in zip(found, keys)]
             if index == self.open:
                 page.device = keys
             k, v, *more = (t.permute(1, 2, 0, 3) for t in [*keys, *(page.sums if sums else ())])

@@ -89,7 +89,7 @@ MUTATIONS = {
     ),
     "pages: one is fetched before it is there": Mutation(LAYER_PAGES._fetch, "after=page.sent", "after=None", HOST),
     "pages: the next is the one that is here": Mutation(
-        LAYER_PAGES.visit, "self._fetch(order[i + 1], sums)", "self._fetch(order[i], sums)", HOST
+        LAYER_PAGES.visit, "self._fetch(following, sums)", "self._fetch(index, sums)", HOST
     ),
     "pages: forward lets one go as backward does": Mutation(
         LAYER_PAGES._open, "before > index", "before < index", HOST

@@ -29,7 +29,7 @@ class GatedDeltaRule(StateRule):
 
 class GatedDelta(Adapter):
     family = "gated delta rule"
-    recurrence, one_token = "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"
+    recurrence = "torch_chunk_gated_delta_rule"
 
     @staticmethod
     def mix(
@@ -50,5 +50,5 @@ class GatedDelta(Adapter):
 
 class KimiDelta(Adapter):
     family = "Kimi delta attention"
-    recurrence, one_token = "chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"
+    recurrence = "chunk_kimi_delta_attention"
     mix = GatedDelta.mix

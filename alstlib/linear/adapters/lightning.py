@@ -21,7 +21,7 @@ class Lightning(Adapter):
 
     @classmethod
     def knows(cls, mixer: nn.Module, calls: set[str]) -> bool:
-        return not calls and {*mixer._modules, *mixer._buffers, *mixer.__dict__}.issuperset(MADE_OF)
+        return not calls and all(hasattr(mixer, name) for name in MADE_OF)
 
     @classmethod
     def forward(cls, mixer: nn.Module, part: Callable[[str], LayerPart]) -> Callable[..., Any]:
@@ -31,11 +31,10 @@ class Lightning(Adapter):
 def _forward(part: LayerPart, mixer: Any, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
     """By the mixer's own modules."""
     qkv = mixer.act_fn(mixer.qkv_proj(hidden_states))
-    qkv = qkv.reshape(*hidden_states.shape[:2], -1, 3 * mixer.head_dim)
+    qkv = qkv.unflatten(2, (-1, 3 * mixer.head_dim))
 
     def kernel(*tensors: Tensor, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
-        q, k, v, slopes = tensors
-        return decayed_attention(q, k, v, slopes, mixer.block_size, initial_state)
+        return decayed_attention(*tensors, mixer.block_size, initial_state)
 
     def decay(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
         return (-slopes * q.shape[1]).expand(q.shape[0], -1)[..., None, None]

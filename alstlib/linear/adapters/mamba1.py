@@ -77,8 +77,7 @@ class SelectiveScan(StateRule):
 
 
 class Mamba1(Adapter):
-    family, fused = "Mamba-1", "mamba_inner_fn"
-    recurrence, one_token = "mamba_selective_scan", "mamba_selective_state_update"
+    family, recurrence = "Mamba-1", "mamba_selective_scan"
 
     @staticmethod
     def mix(

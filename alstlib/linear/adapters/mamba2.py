@@ -13,8 +13,7 @@ from alstlib.linear.rule import StateRule
 
 
 class Mamba2(Adapter):
-    family, fused = "Mamba-2", "mamba2_split_conv1d_scan_combined"
-    recurrence, one_token = "mamba2_chunk_scan", "mamba2_selective_state_update"
+    family, recurrence = "Mamba-2", "mamba2_chunk_scan"
 
     @staticmethod
     def mix(
