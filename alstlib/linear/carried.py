@@ -65,10 +65,10 @@ class Carried:
             return grad, self.grads.pop(key, None)  # left by the chunk after
 
         if graph and start is not None:  # with an edge to the inputs, so that backward comes here whatever it is for
-            start = _Watched.apply(begins, start, *inputs)
+            start = _HandedOn.apply(begins, start, *inputs)
         out, end = step(start=start, first=first, length=length)
         if graph:
-            return _Watched.apply(hands_on, out, end)
+            return _HandedOn.apply(hands_on, out, end)
         if keep and last < length:
             held = end if courier is None else courier.empty(end.shape, end.dtype)
             before[last] = held, None if courier is None else courier.send(held, end)
@@ -80,7 +80,7 @@ class Carried:
             parts.pop(first, None)
 
 
-class _Watched(torch.autograd.Function):
+class _HandedOn(torch.autograd.Function):
     """x; `gradients` gives in backward, for the gradient of x, those of all tensors."""
 
     @staticmethod

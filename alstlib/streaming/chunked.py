@@ -211,7 +211,7 @@ class Stream:
     replays: list[Replay] = field(default_factory=list)
     """What the recompute of each chunk takes over from its first pass."""
     tickets: list[Any] = field(default_factory=list)
-    """Those of each chunk's attention outputs."""
+    """The tickets of each chunk's attention outputs in the store."""
     calls: int = 0
     """The calls of parts that mix tokens, in one chunk."""
     held: Any = None

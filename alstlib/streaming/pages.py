@@ -71,11 +71,11 @@ class LayerPages:
         """Let this page lie on the device, and the one that did before go to the host, or go altogether where backward
         has left it behind."""
         before, self.open = self.open, index
-        if before is None or before == index:
+        if before is None or before == index or self.courier is None:
             return
         if before > index:
             self.held[before] = _Page()
-        elif self.courier is not None:
+        else:
             self._leave(self.held[before])
 
     def _leave(self, page: _Page) -> None:

@@ -34,7 +34,8 @@ def _forward(part: LayerPart, mixer: Any, hidden_states: Tensor, *_: Any, **__: 
     qkv = qkv.unflatten(2, (-1, 3 * mixer.head_dim))
 
     def kernel(*tensors: Tensor, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
-        return decayed_attention(*tensors, mixer.block_size, initial_state)
+        q, k, v, slopes = tensors
+        return decayed_attention(q, k, v, slopes, mixer.block_size, initial_state)
 
     def decay(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
         return (-slopes * q.shape[1]).expand(q.shape[0], -1)[..., None, None]
