@@ -235,8 +235,8 @@ class Options(Settings):
     room."""
     linear_attention: Literal["auto", "pass", "heads"] = "auto"
     """How layers with a state run over ranks: they `pass` their state from rank to rank, or exchange tokens for `heads`
-    as attention does. The results are equal. `auto` takes heads where each rank gets at least one head of the layer;
-    layers with fewer heads than ranks pass their state. `handle.notes` says what each layer does."""
+    as attention does. The results are equal. `auto` takes heads where they divide evenly among the ranks; layers with
+    fewer heads, or with others, pass their state. `handle.notes` says what each layer does."""
     experts_by_token: bool = False
     """Say of blocks of experts that are not transformers' own that their output for a token depends on that token
     alone. Otherwise they run on whole sequences only, and untiled; `alst verify` compares."""

@@ -239,17 +239,6 @@ def kv_needed(heads: int, kv_heads: int, ranks: int) -> list[int]:
     return [last - first + 1 for first, last in zip(firsts, lasts)]
 
 
-def own_heads(heads: int, ranks: int, rank: int) -> slice:
-    """The whole heads of a rank, where the ranks share them as evenly as whole heads can be: in order."""
-    return slice(heads * rank // ranks, heads * (rank + 1) // ranks)
-
-
-def groups_of(groups: int, heads: int, ranks: int, rank: int) -> slice:
-    """The groups that the heads of a rank belong to, each for heads / groups neighbouring heads."""
-    own, size = own_heads(heads, ranks, rank), heads // groups
-    return slice(own.start // size, -(-own.stop // size))
-
-
 KV_SHARE = 0.5
 """The share of a device's free memory that keys and values of a layer may take there with `on_host="auto"`."""
 

@@ -28,8 +28,7 @@ from alstlib.hf.logits import NoLogits
 from alstlib.hf.pass_state import Objective, PassState
 from alstlib.hf.support import check_model, check_shared, shared_weights
 from alstlib.hf.token_logps import OverRanks
-from alstlib.linear.adapters import adapter_of, is_tokenwise
-from alstlib.linear.attach import attach_states
+from alstlib.linear.adapters import adapter_of, attach_states, is_tokenwise
 from alstlib.mesh import ATTACHED, SPContext
 from alstlib.options import Options
 from alstlib.recompute import begin, now

@@ -223,5 +223,5 @@ def without_tokens(handle: Handle, batch: Mapping[str, Any]) -> MicroBatch:
     kwargs = {"input_ids": like, "position_ids": positions, "shift_labels": torch.full_like(like, IGNORE)}
     state = read_call(handle, kwargs, Objective(reduction="sum"), 1)
     made = MicroBatch(handle, kwargs, replace(state, router=None), 1)
-    made.blocks.planned = True
+    made.blocks.place()
     return made

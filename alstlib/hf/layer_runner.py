@@ -45,7 +45,7 @@ def attach_blocks(handle: Handle) -> None:
     @torch.compiler.disable
     def first_layer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         blocks = None if handle.state is None else handle.state.blocks
-        if blocks is not None and not blocks.planned:
+        if blocks is not None and not blocks.pages:
             handle.plan.blockwise(args[0] if args else kwargs["hidden_states"], blocks)
 
     first = handle.facts.layers[0]
@@ -177,7 +177,7 @@ class Chunked(LayerRunner):
             if state.travels:  # what is made for all layers may lie on the host too
                 mine = [t.to(part.device, non_blocking=True) if isinstance(t, Tensor) else t for t in mine]
             some_args, some_kwargs = tree_unflatten(mine, spec)
-            again = piece.task == "recompute"
+            again = piece.graph
             if again and self.index == 0:
                 plan.headroom.look(part.device)
             with handle.entered(replace(state, part=piece, skip=self.unread.holds and again)):
@@ -189,10 +189,10 @@ class Chunked(LayerRunner):
         stream = Stream(
             run=run, chunk=handle.chunk, ranks=handle.ctx.sp, store=handle.store,
             keep=plan.keeps_attention(self.index), params=self.trainable, accept=self.unread.accept, module=self.layer,
-            device=state.inputs.device, travels=state.travels, kv_on_host=plan.kv_on_host, segment=segment,
+            device=state.inputs.device, travels=state.travels, kv_on_host=plan.kv_on_host,
             tokenwise=self.tokenwise, whole=functools.partial(run_whole, self.layer), choices=handle.page_chooser(),
         )  # fmt: skip
-        out = stream(x)
+        out = stream(x, segment)
         if self.last:
             segment.end = None
         return out if self.nothing is None else (out, *self.nothing)

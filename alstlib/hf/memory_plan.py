@@ -91,9 +91,7 @@ class MemoryPlan:
             pages += self._pages(x, blocks.kept_rows(keys.window), keys.heads, keys.kv_heads, keys.widths)
         self._place_keys(x, x.device, pages, 0)
         self.whole(x, pages if self.kv_on_host else 0)
-        if self.kv_on_host:
-            blocks.courier = Courier(self.store, x.device)
-        blocks.planned = True
+        blocks.place(Courier(self.store, x.device) if self.kv_on_host else None)
 
     def handed_on(self, blocks: Blocks) -> None:
         """A micro-batch's first block has run: what its layers with a state hand on is known, and where pages lie on

@@ -24,14 +24,18 @@ from alstlib.linear.by_heads import by_heads
 from alstlib.linear.convolution import causal_convolution
 from alstlib.linear.pass_state import pass_state
 from alstlib.linear.rule import StateRule
-from alstlib.linear.ways import BLOCK, Sent, StateLayer, way_of
-from alstlib.ulysses.alltoall import Exchange
+from alstlib.linear.ways import BLOCK, Sent, StateLayer
 
 log = logging.getLogger(__name__)
 
 CONVOLUTION = "causal_conv1d_fn"
 """The function of the short convolution before a recurrence."""
-HARMLESS = {"apply_mask_to_padding_states", "causal_conv1d_update"}
+FUSED = {"mamba_inner_fn", "mamba2_split_conv1d_scan_combined"}
+"""Convolution, scan, norm and projection in one kernel: it takes no state, and transformers goes on without it."""
+HARMLESS = FUSED | {
+    "apply_mask_to_padding_states", "causal_conv1d_update", "torch_recurrent_gated_delta_rule",
+    "recurrent_kimi_delta_attention", "mamba_selective_state_update", "mamba2_selective_state_update",
+}  # fmt: skip
 """Functions that work on each token by itself, or only where a cache is given."""
 
 
@@ -46,14 +50,9 @@ class LayerPart:
     family: str
 
     @property
-    def exchange(self) -> Exchange:
-        return self.handle.attention.exchange
-
-    @property
     def hands_on(self) -> bool:
         """Whether the state goes to another rank or chunk."""
-        state = self.handle.state
-        return self.exchange.ranks > 1 or (state is not None and state.part is not None)
+        return self.handle.attention.exchange.ranks > 1 or self.handle.running.part is not None
 
     def mix(
         self, rule: StateRule, tokens: Sequence[Tensor], weights: Sequence[Tensor], keys: Tensor, values: Tensor,
@@ -65,40 +64,31 @@ class LayerPart:
             tokens: its inputs, [B, L, heads or groups, ..].
             keys, values: those of them whose widths the state has, and whose heads the layer has.
         """
-
-        def sent(x: Tensor) -> Sent:
-            return Sent(x.shape[2], x.shape[3] if x.ndim == 4 else 1, x.element_size())
-
+        *inputs, output = (Sent(t.shape[2], t.shape[3:].numel(), t.element_size()) for t in (*tokens, values))
         layer = StateLayer(
-            keys=keys.shape[3], values=values.shape[3], inputs=[sent(t) for t in tokens], output=sent(values),
-            matrix=rule.matrix, block=block,
+            keys=keys.shape[3], values=values.shape[3], inputs=tuple(inputs), output=output, matrix=rule.matrix,
+            block=block,
         )  # fmt: skip
-        self.handle.recurrences[layer] = None
-        way = by_heads if self._way(layer.heads) == "heads" else pass_state
-        return self.run((*tokens, *weights), functools.partial(way, rule, tokens, weights, self.exchange))
-
-    def _way(self, heads: int) -> str:
-        """The way over ranks of a layer with so many heads, noted once where the option does not say it."""
-        option, ranks, notes = self.handle.options.linear_attention, self.exchange.ranks, self.handle.notes
-        way = way_of(option, heads, ranks)
+        handle, ranks = self.handle, self.handle.attention.exchange.ranks
+        handle.recurrences[layer] = None
+        option = handle.options.linear_attention
+        way = layer.way(option, ranks)
         does = "tokens are exchanged for heads" if way == "heads" else "states are passed"
-        note = f"{self.family}: {heads} heads for {ranks} ranks: {does} (linear_attention={option!r})"
-        if ranks > 1 and way != option and note not in notes:
-            notes.append(note)
+        note = f"{self.family}: {layer.heads} heads for {ranks} ranks: {does} (linear_attention={option!r})"
+        if ranks > 1 and way != option and note not in handle.notes:
+            handle.notes.append(note)
             log.log(logging.INFO if option == "auto" else logging.WARNING, note)
-        return way
+        over = by_heads if way == "heads" else pass_state
+        return self.run((*tokens, *weights), functools.partial(over, rule, tokens, weights))
 
-    def run(self, inputs: Sequence[Tensor], over: Callable[..., tuple[Tensor, Tensor]]) -> Tensor:
-        """The output of `over` (documents, start=, first=, length=, known=) for the rows that run now."""
+    def run(self, inputs: Sequence[Tensor], over: Callable[..., tuple[Tensor, Any]]) -> Tensor:
+        """The output of `over` (exchange, documents, start=, first=, length=, known=) for the rows that run now."""
         state = self.handle.running
         left: dict[str, Any] = {} if state.saved is None else state.saved.left_by(self.key)
         known = left.setdefault("known", {})
-
-        def step(start: Tensor | None, first: int, length: int | None) -> tuple[Tensor, Tensor]:
-            return over(state.inputs.documents, start=start, first=first, length=length, known=known)
-
+        step = functools.partial(over, self.handle.attention.exchange, state.inputs.documents, known=known)
         if state.part is None:
-            return step(None, 0, None)[0]
+            return step()[0]
         if "call" not in left:  # a recompute inside a block is that of the first pass
             state.part.calls[self.key] += 1
             left["call"] = state.part.calls[self.key]
@@ -112,21 +102,17 @@ class Adapter:
     """What notes call it."""
     recurrence = ""
     """Its recurrence; none for a convolution alone."""
-    one_token = ""
-    """Its recurrence where a cache is given, which training does not."""
-    fused = ""
-    """Convolution, scan, norm and projection in one kernel: it takes no state, and transformers goes on without it."""
 
     @classmethod
     def knows(cls, mixer: nn.Module, calls: set[str]) -> bool:
         """Whether it is a mixer of this family, by the functions that its forward calls (`HARMLESS` left out)."""
-        return calls - {cls.one_token, cls.fused} == {CONVOLUTION, cls.recurrence} - {""}
+        return calls == {CONVOLUTION, cls.recurrence} - {""}
 
     @classmethod
     def forward(cls, mixer: nn.Module, part: Callable[[str], LayerPart]) -> Callable[..., Any]:
         """The mixer's forward over ranks; `part` gives its part by the name of a function."""
         own = plain_forward(mixer)
-        ours: dict[str, Callable[..., Any]] = {CONVOLUTION: _convolution, cls.recurrence: cls.mix, cls.fused: _none}
+        ours: dict[str, Any] = {CONVOLUTION: _convolution, cls.recurrence: cls.mix, **dict.fromkeys(FUSED, _none)}
         names = {
             name: functools.partial(function, part(name), own.__globals__[name])
             for name, function in ours.items()
@@ -145,21 +131,20 @@ class Adapter:
 
 
 def _none(*_: Any, **__: Any) -> None:
-    """In the place of `Adapter.fused`."""
+    """In the place of the functions in `FUSED`."""
 
 
 def _convolution(
     part: LayerPart, theirs: Callable[..., Tensor], hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None,
     activation: str | None = None, **_: Any,
 ) -> Tensor:  # fmt: skip
-    weight, *more = in_order([t for t in (weight, bias) if t is not None])
-    bias = more[0] if more else None
+    weights = in_order([t for t in (weight, bias) if t is not None])
 
     def convolve(x: Tensor) -> Tensor:
-        return theirs(x, weight, bias, activation=activation)
+        return theirs(x, *weights, activation=activation)
 
-    over = functools.partial(causal_convolution, convolve, hidden_states, weight.shape[-1], part.exchange)
-    return part.run((hidden_states, weight, *more), over)
+    over = functools.partial(causal_convolution, convolve, hidden_states, weight.shape[-1])
+    return part.run((hidden_states, *weights), over)
 
 
 def in_order(weights: Sequence[Tensor]) -> list[Tensor]:
@@ -179,17 +164,15 @@ def plain_forward(module: nn.Module) -> Any:
 
 def called_by(forward: Any) -> set[str]:
     """Names of the functions of its own file that a function calls."""
-    code = getattr(forward, "__code__", None)
-    if code is None:
-        return set()
-    known, names = forward.__globals__, {n for c in _codes(code) for n in c.co_names}
+    known = getattr(forward, "__globals__", {})
+    names = {n for code in _codes(getattr(forward, "__code__", None)) for n in code.co_names}
     return {n for n in names if callable(known.get(n)) and not isinstance(known[n], type | types.ModuleType)}
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
+def _codes(code: Any) -> Iterator[types.CodeType]:
+    if isinstance(code, types.CodeType):
+        yield code
+        for inner in code.co_consts:
             yield from _codes(inner)
 
 

@@ -18,28 +18,30 @@ from torch import Tensor
 from alstlib.offload.courier import Courier
 from alstlib.recompute import first_order
 
-Step = Callable[[Tensor | None, int, int], tuple[Tensor, Tensor]]
-"""(what the chunk begins with or None for zeros, its first row of the whole sequence, S) -> its output, what it hands
-on."""
+Step = Callable[..., tuple[Tensor, Any]]
+"""(start= what the chunk begins with or None for zeros, first= its first row of the whole sequence, length= S) -> its
+output, what it hands on."""
 
 
 class Carried:
     """What the parts of a layer (or of a model) hand from chunk to chunk. Each part has a key of its own."""
 
     def __init__(self) -> None:
-        self.before: dict[Hashable, dict[int, _EndState]] = {}
-        """What chunks begin with, by their first row."""
+        self.before: dict[Hashable, dict[int, tuple[Tensor, Any]]] = {}
+        """What chunks begin with, by their first row; on the host with what a fetch has to wait for."""
         self.grads: dict[Hashable, Tensor] = {}
         """Gradients of what the chunk handed on that is next in backward."""
+        self.courier: Courier | None = None
+        """Takes what chunks begin with to the host, and brings it back; None: it stays on the device."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of what is kept of all chunks."""
-        return sum(held.nbytes for parts in self.before.values() for held in parts.values())
+        return sum(tensor.nbytes for parts in self.before.values() for tensor, _ in parts.values())
 
     def run(
         self, key: Hashable, step: Step, inputs: Sequence[Tensor], rows: tuple[int, int], length: int, *, graph: bool,
-        forget: bool = False, keep: bool = True, courier: Courier | None = None,
+        forget: bool = False, keep: bool = True,
     ) -> Tensor:  # fmt: skip
         """One part's output for the chunk of rows [first, last).
 
@@ -48,17 +50,28 @@ class Carried:
             graph: a backward of this chunk follows.
             forget: nobody will ask for what this chunk begins with again.
             keep: a later chunk will ask for what this one hands on.
-            courier: takes that to the host, and brings it back; None: it stays on the device.
         """
-        (first, last), before = rows, self.before.setdefault(key, {0: _EndState(None, None)})
-        start = (before.pop(first) if forget else before[first]).get()
-        if graph and start is not None:
-            start = _Begins.apply(self, key, start, *inputs)
-        out, end = step(start, first, length)
+        (first, last), before, start, courier = rows, self.before.setdefault(key, {}), None, self.courier
+        if first:
+            start, sent = before.pop(first) if forget else before[first]
+            start = start if courier is None else courier.fetch(start, after=sent).get()[0]
+        count = len(inputs)
+
+        def begins(grad: Tensor) -> tuple[None, ...]:
+            self.grads[key] = grad  # for the chunk before
+            return (None,) * (1 + count)
+
+        def hands_on(grad: Tensor) -> tuple[Tensor, Tensor | None]:
+            return grad, self.grads.pop(key, None)  # left by the chunk after
+
+        if graph and start is not None:  # with an edge to the inputs, so that backward comes here whatever it is for
+            start = _HandedOn.apply(begins, start, *inputs)
+        out, end = step(start=start, first=first, length=length)
         if graph:
-            return _HandsOn.apply(out, end, self, key)
+            return _HandedOn.apply(hands_on, out, end)
         if keep and last < length:
-            before[last] = _EndState(end, courier)
+            held = end if courier is None else courier.empty(end.shape, end.dtype)
+            before[last] = held, None if courier is None else courier.send(held, end)
         return out
 
     def drop(self, first: int) -> None:
@@ -67,51 +80,15 @@ class Carried:
             parts.pop(first, None)
 
 
-class _EndState:
-    """What a chunk begins with: zeros (None), or a tensor on the device or on the host."""
-
-    def __init__(self, tensor: Tensor | None, courier: Courier | None) -> None:
-        self.tensor, self.courier, self.sent = tensor, courier, None
-        if tensor is not None and courier is not None:
-            self.tensor = courier.empty(tensor.shape, tensor.dtype)
-            self.sent = courier.send(self.tensor, tensor)
-
-    @property
-    def nbytes(self) -> int:
-        return 0 if self.tensor is None else self.tensor.nbytes
-
-    def get(self) -> Tensor | None:
-        """The tensor, on the device."""
-        if self.tensor is None or self.courier is None:
-            return self.tensor
-        return self.courier.fetch(self.tensor, after=self.sent).get()[0]
-
-
-class _Begins(torch.autograd.Function):
-    """What a chunk begins with; backward leaves its gradient for the chunk before. It is an edge to the step's inputs,
-    without a gradient for them, so that backward comes here whatever it differentiates for."""
+class _HandedOn(torch.autograd.Function):
+    """x; `gradients` gives in backward, for the gradient of x, those of all tensors."""
 
     @staticmethod
-    def forward(ctx: Any, carried: Carried, key: Hashable, start: Tensor, *inputs: Tensor) -> Tensor:
-        ctx.carried, ctx.key = carried, key
-        return start.view_as(start)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
-        ctx.carried.grads[ctx.key] = grad
-        return (None,) * len(ctx.needs_input_grad)
-
-
-class _HandsOn(torch.autograd.Function):
-    """A chunk's output; backward begins with the gradient of what it handed on too, left by the chunk after."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, end: Tensor, carried: Carried, key: Hashable) -> Tensor:
-        ctx.carried, ctx.key = carried, key
-        return out.view_as(out)
+    def forward(ctx: Any, gradients: Callable[[Tensor], Any], x: Tensor, *_: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return x.view_as(x)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return grad, ctx.carried.grads.pop(ctx.key, None), None, None
+        return None, *ctx.gradients(grad)

@@ -42,72 +42,67 @@ def causal_convolution(
             recompute's last tokens of all ranks have no value, only a gradient.
     """
     rows, around = x.shape[2], width - 1
-    if width == 1:
-        return convolve(x), x[..., :0]
-    before, end = _TokensAround.apply(x, start, around, exchange, known)
+    begin = x.new_zeros(*x.shape[:2], around) if start is None else start
+    own = x[..., max(0, rows - around) :]
+    before, end = _TokensAround.apply(own, begin, exchange, {} if known is None else known)
     if documents is None and exchange.ranks == 1 and start is None:
         return convolve(x), end
     x = torch.cat([before, x], -1)
     if documents is None:
         return convolve(x)[..., around:], end
-    where = (first + exchange.rank * rows, rows * exchange.ranks if length is None else length)
-    columns, places = _columns(documents, x.shape[0], rows, around, where, x.device)
+    length = rows * exchange.ranks if length is None else length
+    columns, places = _columns(documents, x.shape[0], rows, around, first + exchange.rank * rows, length, x.device)
     flat = torch.nn.functional.pad(x, (0, 1)).transpose(0, 1).flatten(1)  # the last column of each row is zero
     out = convolve(flat[None, :, columns])[0, :, places]
     return out.unflatten(1, (x.shape[0], rows)).transpose(0, 1), end
 
 
 def _columns(
-    documents: Documents, batch: int, rows: int, around: int, where: tuple[int, int], device: torch.device
+    documents: Documents, batch: int, rows: int, around: int, first: int, length: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """(columns of the flattened [B, W - 1 + L + 1] tokens that make one long row, in which W - 1 columns are before
-    each document, which of them are this rank's tokens); `where` is the first token's place, and S."""
-    first, length = where
+    each document, which of them are this rank's tokens), for the tokens from `first` on."""
 
     def make() -> tuple[Tensor, Tensor]:
         columns: list[Tensor] = []
         places: list[Tensor] = []
         at = 0
         for span in document_spans(documents, batch, length, first, first + rows):
-            begin = span.batch * (around + rows + 1)
-            before = min(span.end - span.rows - span.begin, around)  # earlier tokens of this document
-            own = begin + around + span.at
-            zeros = torch.full((around - before,), begin + around + rows)
-            columns += [zeros, torch.arange(own - before, own + span.rows)]
+            begin = span.at - (span.end - span.rows - span.begin)
+            tokens = torch.arange(span.at - around, span.at + span.rows)
+            tokens = tokens.where(tokens >= begin, rows)  # earlier ones are of another document: a zero
+            columns.append(tokens + span.batch * (around + rows + 1) + around)
             places.append(torch.arange(at + around, at + around + span.rows))
             at += around + span.rows
         return torch.cat(columns).to(device), torch.cat(places).to(device)
 
-    return once(documents, ("columns", batch, rows, around, *where, device), make)
+    return once(documents, ("columns", batch, rows, around, first, length, device), make)
 
 
 class _TokensAround(torch.autograd.Function):
-    """The `count` tokens [B, C, count] before this rank's slice, and the last ones of all ranks."""
+    """The W - 1 tokens before this rank's slice, and the last ones of all ranks, from its own last ones [B, C, n] (a
+    slice may have fewer) and those before all ranks' [B, C, W - 1]."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, start: Tensor | None, count: int, exchange: Exchange, known: dict[str, Tensor] | None
+        ctx: Any, own: Tensor, start: Tensor, exchange: Exchange, known: dict[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        given = min(count, x.shape[2])
-        ctx.exchange, ctx.shape, ctx.given, ctx.started = exchange, x.shape, given, start is not None
+        ctx.exchange, ctx.given, count = exchange, own.shape[2], start.shape[2]
         if known:
             return known["before"].clone(), known["before"].clone()
-        start = x.new_zeros(*x.shape[:2], count) if start is None else start
-        tails = exchange.gather(x[..., x.shape[2] - given :]).movedim(0, 2).flatten(2)  # [B, C, P * given]
-        line = torch.cat([start, tails], -1)
-        at = exchange.rank * given
+        line = torch.cat([start, *exchange.gather(own)], -1)
+        at = exchange.rank * ctx.given
         before = line[..., at : at + count].clone()
-        if known is not None and exchange.ranks > 1:
+        if exchange.ranks > 1:
             known["before"] = before.clone()
         return before, line[..., line.shape[2] - count :].clone()
 
     @staticmethod
     @first_order
     def backward(ctx: Any, before: Tensor, end: Tensor) -> tuple[Tensor | None, ...]:
-        (exchange, given), count = (ctx.exchange, ctx.given), before.shape[2]
+        exchange, given, count = ctx.exchange, ctx.given, before.shape[2]
         line = torch.nn.functional.pad(end, (exchange.ranks * given, 0))
         for rank, theirs in enumerate(exchange.gather(before)):
             line[..., rank * given : rank * given + count] += theirs
-        dx, at = before.new_zeros(ctx.shape), count + exchange.rank * given
-        dx[..., ctx.shape[2] - given :] = line[..., at : at + given]
-        return dx, line[..., :count].clone() if ctx.started else None, None, None, None
+        at = count + exchange.rank * given
+        return line[..., at : at + given].clone(), line[..., :count].clone(), None, None  # they outlive the line

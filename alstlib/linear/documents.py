@@ -30,16 +30,6 @@ MOST_DOCUMENTS = 512
 """Most documents of a batch. Times the heads, it is a dimension of some kernels' grids, which end at 65,535."""
 
 
-@dataclass(frozen=True)
-class PackedDocuments:
-    """Documents that are stored one after the other in n tokens, as kernels take them."""
-
-    offsets: Tensor
-    """Where each begins, and the end: [N + 1], int64."""
-    index: Tensor
-    """The document of each token: [1, n], int32."""
-
-
 @dataclass(frozen=True, eq=False)
 class Run:
     """One call: a document at an end of this rank's slice, whole micro-batch rows, or several documents inside it."""
@@ -50,17 +40,13 @@ class Run:
     """Their index in a batch of documents; None: the call takes them as they are stored."""
     shape: tuple[int, int] = (0, 0)
     """(N, T) of that batch."""
-    packed: PackedDocuments | None = None
-    """The documents that they hold; None: each row is one."""
+    packed: Tensor | None = None
+    """Where each of the documents begins that they hold one after the other, and the end: [N + 1], int64; None: each
+    row is one."""
     goes_on: bool = False
     """Whether its document has begun on an earlier rank."""
     last: bool = False
     """Whether its last token is the last of the slice, so that its state goes to the next rank."""
-
-    @property
-    def inside(self) -> bool:
-        """Whether no state enters or leaves."""
-        return not (self.goes_on or self.last)
 
     @property
     def rows(self) -> slice:
@@ -74,10 +60,6 @@ class Run:
         padded = x.new_zeros(*self.shape, *x.shape[2:])
         padded[self.to] = x[self.at]
         return padded
-
-    def into(self, whole: Tensor, part: Tensor) -> None:
-        """Write what the call gives for these tokens into a tensor [B, L, ..]."""
-        whole[self.at] = part if self.to is None else part[self.to]
 
 
 def runs_of(
@@ -114,9 +96,7 @@ def _stored(spans: Sequence[Span], **how: Any) -> Run:
 def _packed(spans: Sequence[Span], device: torch.device) -> Iterator[Run]:
     for _, row in groupby(spans, lambda span: span.batch):
         some = list(row)
-        offsets = torch.tensor([0, *accumulate(span.rows for span in some)])
-        index = torch.cat([torch.full((span.rows,), i, dtype=torch.int32) for i, span in enumerate(some)])
-        yield _stored(some, packed=PackedDocuments(offsets.to(device), index[None].to(device)))
+        yield _stored(some, packed=torch.tensor([0, *accumulate(span.rows for span in some)], device=device))
 
 
 def _side_by_side(spans: Sequence[Span], device: torch.device) -> Iterator[Run]:
@@ -128,13 +108,14 @@ def _side_by_side(spans: Sequence[Span], device: torch.device) -> Iterator[Run]:
             alike[-1].append(span)
         else:
             alike.append([span])
+    step = torch.tensor([[0], [1], [0], [1]])
     for some in alike:
         if len(some) == 1:
             yield _stored(some)
             continue
         places = [
-            torch.stack([torch.full((n,), batch), torch.arange(at, at + n), torch.full((n,), row), torch.arange(n)])
-            for row, (batch, at, n) in enumerate((span.batch, span.at, span.rows) for span in some)
+            torch.tensor([[span.batch], [span.at], [row], [0]]) + step * torch.arange(span.rows)
+            for row, span in enumerate(some)
         ]
         batch, at, row, token = torch.cat(places, 1).to(device)
         yield Run((batch, at), (row, token), (len(some), some[0].rows))

@@ -20,7 +20,7 @@ slice need none of this, and share calls (`documents`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -54,37 +54,16 @@ def pass_state(
         known: what a first pass leaves for its recompute, which then makes and exchanges no pairs: M of the slice and
             the state that comes in. The recompute's state after the tokens of all ranks has no value, only a gradient.
     """
-    if exchange.ranks == 1 and documents is None and start is None:
-        return rule.kernel(*tokens, *weights, initial_state=None)
-    batch, rows = tokens[0].shape[:2]
-    runs = runs_of(
-        documents, (batch, rows), first + exchange.rank * rows, rows * exchange.ranks if length is None else length,
-        rule.packed is not None, tokens[0].device,
-    )  # fmt: skip
-    tensors, train = (*tokens, *weights), torch.is_grad_enabled()
-    needs = [train and t.requires_grad for t in tensors]
-    keep = any(needs) or (train and start is not None and start.requires_grad)
-    return _PassState.apply(_Slice(rule, exchange, runs, len(tokens), known, needs, keep), start, *tensors)
-
-
-@dataclass(frozen=True)
-class _Slice:
-    """What one call does with this rank's tokens."""
-
-    rule: StateRule
-    exchange: Exchange
-    runs: Sequence[Run]
-    count: int
-    """How many of the tensors are of tokens; the others are weights."""
-    known: dict[str, Tensor] | None
-    needs: Sequence[bool]
-    """Which of the tensors need a gradient."""
-    keep: bool
-    """Whether a backward follows."""
-
-    def of(self, run: Run, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What a run takes of the tensors."""
-        return [run.of(t) if i < self.count else t for i, t in enumerate(tensors)]
+    tensors, ranks = (*tokens, *weights), exchange.ranks
+    if ranks == 1 and documents is None and start is None:
+        return rule.kernel(*tensors, initial_state=None)
+    batch, rows, *_ = tokens[0].shape
+    length, first = rows * ranks if length is None else length, first + exchange.rank * rows
+    runs = runs_of(documents, (batch, rows), first, length, rule.packed is not None, tokens[0].device)
+    train = torch.is_grad_enabled()
+    needs = [train and t is not None and t.requires_grad for t in (*tensors, start)]
+    own = _Slice(rule, exchange, runs, (batch, rows), len(tokens), {} if known is None else known, needs)
+    return _PassState.apply(own, start, *tensors)
 
 
 class _Ran(NamedTuple):
@@ -97,91 +76,89 @@ class _Ran(NamedTuple):
     """The state; None where no state leaves."""
 
 
-def summary(own: _Slice, tensors: Sequence[Tensor], ran: dict[Run, _Ran]) -> tuple[Tensor, Tensor]:
-    """(M, U) of this rank's slice, [B, H, ..]; `ran` has the runs that begin with zeros."""
-    pairs = []
-    for run in (run for run in own.runs if run.last):
-        inputs = own.of(run, tensors)
-        pairs.append((own.rule.forgets(*inputs), ran[run].after) if run in ran else own.rule.pair(*inputs))
-    u = torch.cat([u.detach() for _, u in pairs])
-    return torch.cat([m.to(u.dtype) for m, _ in pairs]), u
+@dataclass(frozen=True)
+class _Slice:
+    """What one call does with this rank's tokens."""
 
+    rule: StateRule
+    exchange: Exchange
+    runs: Sequence[Run]
+    shape: Sequence[int]
+    """[B, L]."""
+    count: int
+    """How many of the tensors are of tokens; the others are weights."""
+    known: dict[str, Tensor]
+    needs: Sequence[bool]
+    """Which of the tensors and, at the end, the state before the slice need a gradient; none where no backward
+    follows."""
 
-def prefix(
-    pairs: Sequence[tuple[Tensor, Tensor]], times: Callable[[Tensor, Tensor], Tensor], start: Tensor
-) -> list[Tensor]:
-    """The state before each slice, in the order of the pairs, and after the last one."""
-    states = [start]
-    with torch.autocast(start.device.type, enabled=False):
-        for m, u in pairs:
-            states.append(times(m, states[-1]) + u)
-    return states
+    def of(self, run: Run, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """What a run takes of the tensors."""
+        return [*(run.of(t) for t in tensors[: self.count]), *tensors[self.count :]]
 
+    def put(self, whole: Tensor | None, run: Run, part: Tensor) -> Tensor:
+        """Write what a run gives for its tokens into a tensor [B, L, ..]."""
+        if len(self.runs) == 1:
+            return part
+        whole = part.new_zeros(*self.shape, *part.shape[2:]) if whole is None else whole
+        whole[run.at] = part if run.to is None else part[run.to]
+        return whole
 
-def _of_all_ranks(exchange: Exchange, m: Tensor, u: Tensor) -> list[tuple[Tensor, Tensor]]:
-    everyone = exchange.gather(torch.cat([m.flatten(), u.to(m.dtype).flatten()]))
-    return [(row[: m.numel()].view_as(m), row[m.numel() :].view_as(u)) for row in everyone]
+    def run(self, run: Run, tensors: Sequence[Tensor], before: Tensor | None = None) -> _Ran:
+        """A run from the state before the slice, or from zeros (None)."""
+        rule, keep = self.rule, any(self.needs)
+        leaves = [t.detach().requires_grad_(need) for t, need in zip(self.of(run, tensors), self.needs)]
+        before = None if before is None else before[run.rows].detach().requires_grad_(keep)
+        with torch.set_grad_enabled(keep):
+            if run.goes_on or run.last:
+                out, after = rule.kernel(*leaves, initial_state=before)
+                return _Ran(leaves, before, out, after)
+            if run.packed is None:
+                return _Ran(leaves, None, rule.from_zeros(*leaves), None)
+            return _Ran(leaves, None, rule.packed(*leaves, offsets=run.packed), None)
 
+    def summary(self, tensors: Sequence[Tensor], ran: dict[Run, _Ran]) -> tuple[Tensor, Tensor]:
+        """(M, U) of the slice, [B, H, ..]; `ran` has the runs that begin with zeros."""
+        ms, us = [], []
+        for run in (run for run in self.runs if run.last):
+            inputs = self.of(run, tensors)
+            u = ran[run].after.detach() if run in ran else None
+            m, u = self.rule.pair(*inputs) if u is None else (self.rule.forgets(u, *inputs), u)
+            ms.append(m.to(u.dtype))
+            us.append(u)
+        return torch.cat(ms), torch.cat(us)
 
-def run_from(own: _Slice, run: Run, tensors: Sequence[Tensor], before: Tensor | None) -> _Ran:
-    """A run from the state before it, or from zeros (None)."""
-    leaves = [t.detach().requires_grad_(need) for t, need in zip(own.of(run, tensors), own.needs)]
-    before = None if before is None else before.detach().requires_grad_(own.keep)
-    with torch.set_grad_enabled(own.keep):
-        if run.goes_on or run.last:
-            out, after = own.rule.kernel(*leaves, initial_state=before)
-        elif run.packed is not None and own.rule.packed is not None:
-            out, after = own.rule.packed(*leaves, documents=run.packed), None
-        else:
-            out, after = own.rule.from_zeros(*leaves), None
-    return _Ran(leaves if own.keep else (), before, out, after)
-
-
-def run_back(
-    ran: _Ran, dout: Tensor, dafter: Tensor | None, to_before: bool
-) -> tuple[list[Tensor | None], Tensor | None]:
-    """Gradients of a run's leaves and, if wanted, of the state before it."""
-    outs, ups = [ran.out], [dout]
-    if dafter is not None and ran.after.requires_grad:
-        outs, ups = [ran.out, ran.after], [dout, dafter]
-    wanted = [leaf for leaf in ran.leaves if leaf.requires_grad]
-    if to_before and ran.before is not None:
-        wanted.append(ran.before)
-    found = iter(torch.autograd.grad(outs, wanted, ups, allow_unused=True) if wanted else ())
-    return [next(found) if leaf.requires_grad else None for leaf in ran.leaves], next(found, None)
+    def prefix(self, m: Tensor, u: Tensor, start: Tensor, back: bool = False) -> tuple[Tensor, Tensor]:
+        """The state before this rank's slice, and the one after all slices: in the order of the ranks, or `back`."""
+        everyone = list(self.exchange.gather(torch.cat([m.flatten(), u.to(m.dtype).flatten()])))
+        states, sizes = [start], [m.numel(), u.numel()]
+        with torch.autocast(start.device.type, enabled=False):
+            for both in everyone[::-1] if back else everyone:
+                their_m, their_u = both.split(sizes)
+                states.append(self.rule.times(their_m.view_as(m), states[-1]) + their_u.view_as(u))
+        return states[-2 - self.exchange.rank if back else self.exchange.rank], states[-1]
 
 
 class _PassState(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own: _Slice, start: Tensor | None, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        exchange, runs = own.exchange, own.runs
-        ran = {run: run_from(own, run, tensors, None) for run in runs if not run.goes_on}
-        m, before, end = None, start, None
-        if exchange.ranks > 1 and own.known:
-            m, before = own.known["m"], own.known["before"]
-            end = before.detach()
-        elif exchange.ranks > 1:
-            m, u = summary(own, tensors, ran)
-            begin = torch.zeros_like(u) if start is None else start.to(u.dtype)
-            states = prefix(_of_all_ranks(exchange, m, u), own.rule.times, begin)
-            before, end = states[exchange.rank], states[-1]
-            if own.known is not None:
-                own.known.update(m=m, before=before)
-        for run in (run for run in runs if run.goes_on):
-            assert before is not None
-            ran[run] = run_from(own, run, tensors, before[run.rows])
-        if end is None:
+    def forward(ctx: Any, own: _Slice, start: Any, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        runs, known, before = own.runs, own.known, start
+        out: Any = None
+        ran = {run: own.run(run, tensors) for run in runs if not run.goes_on}
+        if own.exchange.ranks > 1:
+            if known:
+                end = known["before"].detach()
+            else:
+                m, u = own.summary(tensors, ran)
+                before, end = own.prefix(m, u, torch.zeros_like(u) if start is None else start.to(u.dtype))
+                known.update(m=m, before=before)
+            before = known["before"]
+        ran.update({run: own.run(run, tensors, before) for run in runs if run.goes_on})
+        if own.exchange.ranks == 1:
             end = torch.cat([ran[run].after.detach() for run in runs if run.last])
-        out = ran[runs[0]].out.detach()
-        if len(runs) > 1:
-            out = out.new_empty(*tensors[0].shape[:2], *out.shape[2:])
-            for run in runs:
-                run.into(out, ran[run].out.detach())
-        if own.keep:
-            ctx.left = own, ran, m
-            # shapes and dtypes alone: what a node holds of tensors itself lives as long as somebody holds the loss
-            ctx.like = [torch.empty_like(t, device="meta") for t in tensors]
-            ctx.start = None if start is None else start.dtype
+        for run in runs:
+            out = own.put(out, run, ran[run].out.detach())
+        ctx.left = (own, ran) if any(own.needs) else None
         return out, end
 
     @staticmethod
@@ -191,30 +168,34 @@ class _PassState(torch.autograd.Function):
             raise RuntimeError(
                 "layer with a state: backward ran a second time, but its graph is freed by the first; run forward again"
             )
-        (own, ran, m), ctx.left = ctx.left, None
-        exchange, runs, count, w, grads = own.exchange, own.runs, own.count, torch.zeros_like(grad), [grad]
-        alone = exchange.ranks == 1
+        (own, ran), ctx.left = ctx.left, None
+        alone, count, runs, after = own.exchange.ranks == 1, own.count, own.runs, grad
+        dstart = w = torch.zeros_like(grad)
         if not alone:
             for run, one in ran.items():
                 if one.before is not None:
                     (w[run.rows],) = torch.autograd.grad(one.out, one.before, run.of(dout), retain_graph=True)
-            grads = prefix(_of_all_ranks(exchange, m, w)[::-1], own.rule.transposed, grad)
-        after = grads[exchange.ranks - 1 - exchange.rank]
-        wholes = [
-            torch.zeros_like(t, device=dout.device) if need and len(runs) > 1 else None
-            for t, need in zip(ctx.like[:count], own.needs)
-        ]
-        sums = GradientSums(ctx.like[count:], narrow=True)
+            m = own.known["m"]
+            after, dstart = own.prefix(m.mT if own.rule.matrix else m, w, grad, back=True)
+        wholes: list[Tensor | None] = [None] * count
+        sums = GradientSums(ran[runs[0]].leaves[count:], narrow=True)
         for run in runs:
-            one = ran.pop(run)
-            dleaves, dbefore = run_back(one, run.of(dout), after[run.rows] if run.last else None, alone)
-            if dbefore is not None:
-                w[run.rows] = dbefore
-            for i, (whole, part) in enumerate(zip(wholes, dleaves)):
-                if whole is None:
-                    wholes[i] = part
-                elif part is not None:
-                    run.into(whole, part)
-            sums.add(dleaves[count:], last=run is runs[-1])
-        into = None if ctx.start is None else (w if alone else grads[-1]).to(ctx.start)
-        return None, into, *wholes, *sums.done()
+            found = _gradients(ran.pop(run), run.of(dout), after[run.rows] if run.last else None)
+            if alone and found[-1] is not None:
+                dstart[run.rows] = found[-1]
+            for i, part in enumerate(found[:count]):
+                wholes[i] = wholes[i] if part is None else own.put(wholes[i], run, part)
+            sums.add(found[count:-1], last=run is runs[-1])
+        return None, dstart if own.needs[-1] else None, *wholes, *sums.done()
+
+
+def _gradients(ran: _Ran, dout: Tensor, dafter: Tensor | None) -> list[Tensor | None]:
+    """Gradients of a run's leaves and of the state before it; None where none is needed."""
+    ends = {ran.out: dout}
+    if dafter is not None and ran.after.requires_grad:
+        ends[ran.after] = dafter
+    inputs = (*ran.leaves, ran.before)
+    wanted = [t for t in inputs if t is not None and t.requires_grad]
+    found = torch.autograd.grad([*ends], wanted, [*ends.values()], allow_unused=True) if wanted else ()
+    of: dict[Any, Tensor] = dict(zip(wanted, found))
+    return [of.get(t) for t in inputs]

@@ -1,5 +1,5 @@
-"""The two ways of a layer with a state over ranks, by the rule that chooses one, and what each sends. Without torch, so
-that a plan knows it too."""
+"""The sizes of a layer with a state, from which follow its way over ranks and what that sends. Without torch, so that a
+plan knows it too."""
 
 from __future__ import annotations
 
@@ -7,16 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from alstlib.sizing import groups_of
-
 BLOCK = 64
 """Tokens that a kernel works on at a time, as those of the gated delta rule do."""
-
-
-def way_of(option: str, heads: int, ranks: int) -> str:
-    """`heads` where each of several ranks gets at least one of the layer's heads, else `pass`; an `option` other than
-    `auto` is taken where it can be."""
-    return "heads" if option != "pass" and 1 < ranks <= heads else "pass"
 
 
 class Sent(NamedTuple):
@@ -45,9 +37,6 @@ class StateLayer:
     block: int = BLOCK
     """Tokens that its kernel works on at a time."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "inputs", tuple(self.inputs))  # so that layers can be told apart
-
     @property
     def heads(self) -> int:
         return self.output.groups
@@ -63,21 +52,13 @@ class StateLayer:
         """Bytes of (M, U) of all heads in fp32."""
         return batch * self.heads * (self.keys * self.values + (self.keys**2 if self.matrix else 1)) * 4
 
-    def there(self, ranks: int, rank: int) -> int:
-        """Bytes of each of its tokens that a rank sends to others in a forward by heads."""
-        return self._to_heads(self.inputs, ranks, rank) + self._to_tokens([self.output], ranks, rank)
+    def way(self, option: str, ranks: int) -> str:
+        """`heads` where several ranks can have equally many whole heads each, with groups split or shared evenly, else
+        `pass`; an `option` other than `auto` is taken where it can be."""
+        even = self.heads % ranks == 0 and all(s.groups % ranks == 0 or ranks % s.groups == 0 for s in self.inputs)
+        return "heads" if option != "pass" and ranks > 1 and even else "pass"
 
-    def back(self, ranks: int, rank: int) -> int:
-        """Bytes of each of its tokens that a rank sends to others in a backward by heads."""
-        return self._to_heads([self.output], ranks, rank) + self._to_tokens(self.inputs, ranks, rank)
-
-    def _bytes(self, tensors: Sequence[Sent], ranks: int, rank: int) -> int:
-        """Bytes of a token that the heads of this rank need."""
-        needs = [groups_of(sent.groups, self.heads, ranks, rank) for sent in tensors]
-        return sum((n.stop - n.start) * sent.width * sent.element_bytes for n, sent in zip(needs, tensors))
-
-    def _to_heads(self, tensors: Sequence[Sent], ranks: int, rank: int) -> int:
-        return sum(self._bytes(tensors, ranks, other) for other in range(ranks) if other != rank)
-
-    def _to_tokens(self, tensors: Sequence[Sent], ranks: int, rank: int) -> int:
-        return self._bytes(tensors, ranks, rank) * (ranks - 1)
+    def exchanged(self, ranks: int) -> int:
+        """Bytes of each of its tokens that a rank sends to others in a forward by heads, and again in its backward."""
+        needs = [max(1, sent.groups // ranks) * sent.width * sent.element_bytes for sent in (*self.inputs, self.output)]
+        return sum(needs) * (ranks - 1)

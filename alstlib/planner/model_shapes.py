@@ -103,6 +103,7 @@ def read_shape(name: str, overrides: Mapping[str, Any] | None = None, *, trust_r
     if found := fields["recurrence"]:
         layer = found["layer"]
         if layer:
-            layer = {**layer, "inputs": [Sent(*sent) for sent in layer["inputs"]], "output": Sent(*layer["output"])}
+            inputs = tuple(Sent(*sent) for sent in layer["inputs"])
+            layer = {**layer, "inputs": inputs, "output": Sent(*layer["output"])}
         found = Recurrence(**{**found, "layer": layer and StateLayer(**layer)})
     return Shape(**{**fields, "name": name, "recurrence": found})

@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from alstlib.config import RunConfig
-from alstlib.linear.ways import way_of
 from alstlib.planner.activations import Activations, activations, reference_activations, shared_by_reference
 from alstlib.planner.devices import pins_exactly
 from alstlib.planner.fits import element_bytes, part_of
@@ -199,7 +198,7 @@ def predict(shape: Shape, run: RunConfig, machine: Machine, seq_len: int, preset
             free = max(0, machine.gpu_memory - sum(machine.overhead().values()) - of_states("layer"))
         known = run
         if shape.recurrence is not None and shape.recurrence.layer is not None:
-            way = way_of(run.options.linear_attention, shape.recurrence.layer.heads, ranks)
+            way = shape.recurrence.layer.way(run.options.linear_attention, ranks)
             known = run.replace(options={"linear_attention": way})
         found = activations(
             shape, known, ranks, seq_len, machine.device, room, capability=machine.rates.capability, free=free,

@@ -8,16 +8,14 @@ recompute knows the state that comes in):
 
     pass:  (pairs + 1) * (P - 1) * pair bytes / link
            + L * H * (pairs * FLOPs of a pair + 2 * FLOPs of a forward) / (RECURRENCE * matmul)
-    heads: (forwards * there + back) * L / link
+    heads: (forwards + 1) * exchanged * L / link
 
 The pair is (M, U) in fp32 of every head, and in backward (M, W). W, what a slice's own outputs contribute to the
-gradient of the state that comes in, is a backward of the recurrence once more: two forwards. `there` are the bytes of a
-token that a rank sends to others for a forward (inputs to heads, outputs back), and `back` those for a backward.
+gradient of the state that comes in, is a backward of the recurrence once more: two forwards. `exchanged` are the bytes
+of a token that a rank sends to others for a forward (inputs to heads, outputs back), as for a backward.
 """
 
 from __future__ import annotations
-
-import functools
 
 from alstlib.config import RunConfig
 from alstlib.linear.ways import StateLayer
@@ -52,15 +50,8 @@ def state_seconds(
     rates, (forwards, pairs) = rates_of("H100") if rates is None else rates, passes
     link = rates.network if nodes else rates.link
     if way == "heads":
-        return batch * rows * _most_sent(layer, ranks, forwards) / link, 0.0
+        return batch * rows * (forwards + 1) * layer.exchanged(ranks) / link, 0.0
     sent = (pairs + 1) * (ranks - 1) * layer.pair_bytes(batch)
     again = pairs * layer.forward_flops(layer.keys if layer.matrix else 0) + 2 * layer.forward_flops()
     work = 0.0 if ranks == 1 else batch * rows * layer.heads * again
     return sent / link, work / (RECURRENCE * rates.matmul)
-
-
-@functools.cache
-def _most_sent(layer: StateLayer, ranks: int, forwards: int) -> int:
-    """Bytes for each token of the rank that sends most in a step by heads. It depends on no length, and is asked for
-    every length that a plan tries: at 64 ranks an answer takes 20 ms."""
-    return max(forwards * layer.there(ranks, r) + layer.back(ranks, r) for r in range(ranks))

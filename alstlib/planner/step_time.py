@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from alstlib.config import RunConfig
-from alstlib.linear.ways import way_of
 from alstlib.planner.activations import FLASH_2, Activations
 from alstlib.planner.fits import element_bytes
 from alstlib.planner.gpus import Rates
@@ -73,7 +72,7 @@ def states_seconds(
     one = of.flops * seq_len * batch * (2 + forwards) / (RECURRENCE * rates.matmul) / ranks
     sent = work = 0.0
     if of.layer:
-        way = way_of(run.options.linear_attention, of.layer.heads, ranks)
+        way = of.layer.way(run.options.linear_attention, ranks)
         sent, work = state_seconds(of.layer, way, piece, ranks, batch=batch, passes=passes, rates=rates, nodes=nodes)
     return of.layers * pieces * (sent + tails), of.layers * (one + pieces * work)
 

@@ -30,7 +30,7 @@ from alstlib.linear.carried import Carried, Step
 from alstlib.offload.checkpoints import Saved
 from alstlib.offload.courier import Courier
 from alstlib.streaming.chunked import RowChunk
-from alstlib.streaming.pages import LayerPages, _empty, _Page, _zeros
+from alstlib.streaming.pages import LayerPages, _Page
 from alstlib.ulysses.attention import UlyssesAttention
 
 
@@ -45,12 +45,6 @@ def first_seen(documents: Documents, batch: int, length: int, end: int, window: 
 class BlockPages(LayerPages):
     """Keys and values of one layer, a page for each block, and the sums of their gradients."""
 
-    def _room(self, index: int, k: Tensor, v: Tensor) -> list[Tensor]:
-        return _empty(k.shape[2], k, v)  # each page has memory of its own, because each goes by itself
-
-    def _no_sums(self, index: int, keys: Sequence[Tensor]) -> list[Tensor]:
-        return [_zeros(t) for t in keys]
-
     def begin(self, first: int) -> None:
         """The block whose rows begin here puts its keys and values in next, in place of what the page holds."""
         self.filled, self.open = first, None
@@ -59,14 +53,16 @@ class BlockPages(LayerPages):
 
     def keep(self, first: int) -> None:
         """Keep the open page's rows from row `first` of the sequence on, for later blocks."""
-        assert self.open is not None
-        page = self.held[self.open]
-        page.first = max(0, first - self.open * self.rows)
-        if page.first >= page.device[0].shape[0]:
-            self.held[self.open] = _Page()
+        index, self.open = self.open, None
+        assert index is not None
+        page = self.held[index]
+        page.first = max(0, first - index * self.rows)
+        if page.first >= len(page.device[0]):
+            self.held[index] = page = _Page()
         elif page.first:
             page.device = [t[page.first :].clone() for t in page.device]
-        self.close()
+        if self.courier is not None:
+            self._leave(page)
 
     def leave(self) -> None:
         """Let the open page go: the block's recompute makes it again. What later blocks have added to it stays."""
@@ -101,25 +97,23 @@ class Blocks:
         self.count = -(-rows // block)
         self.layers = layers
         self.pages: list[BlockPages] = []
-        self.courier: Courier | None = None
-        """Brings pages from the host and back; None: all of them stay on the device."""
-        self.planned = False
-        """Whether it has been decided where pages lie."""
-        self.making = True
-        """Whether the forward without a graph runs, which leaves keys and values in the pages."""
-        self.index = 0
-        self.calls = Counter[Hashable]()
-        """How often the attention of each layer has run in this pass, and each part that hands something on."""
+        """Of each layer; none before it has been decided where they lie."""
         self.carried = Carried()
+        self.begin(0, making=True)
 
     def begin(self, index: int, making: bool) -> None:
-        """A block's pass begins."""
-        self.index, self.making, self.calls = index, making, Counter[Hashable]()
+        """A block's pass begins: with `making` the forward without a graph, which leaves keys and values in the
+        pages."""
+        self.index, self.making = index, making
+        self.rows = slice(index * self.block, min(self.length, (index + 1) * self.block))
+        self.first, self.last = self.ranks * self.rows.start, self.ranks * self.rows.stop
+        self.calls = Counter[Hashable]()
+        """How often each part that hands something on has run in this pass."""
 
-    @property
-    def rows(self) -> slice:
-        """Rows of this rank that the block has."""
-        return slice(self.index * self.block, min(self.length, (self.index + 1) * self.block))
+    def place(self, courier: Courier | None = None) -> None:
+        """Make the pages, which lie on the device, or on the host with a courier, as what is carried."""
+        rows, self.carried.courier = min(self.block, self.length) * self.ranks, courier
+        self.pages = [BlockPages(self.length * self.ranks, rows, courier) for _ in range(self.layers)]
 
     def kept_rows(self, window: int | None) -> int:
         """Rows of the sequence that a layer's pages keep at most."""
@@ -136,18 +130,12 @@ class Blocks:
             saved: as `UlyssesAttention` takes it, for a layer that is checkpointed inside its block.
             how: scale, softcap and sinks, as `UlyssesAttention` takes them.
         """
-        replaying = saved is not None and saved.replaying
-        graph = torch.is_grad_enabled()
-        kept = list(saved.take()) if saved is not None and replaying else []
-        if replaying and not graph:
+        graph, kept = torch.is_grad_enabled(), list(saved.take()) if saved is not None and saved.replaying else []
+        if kept and not graph:
             return kept[0]
-        pages, rows, p = self._of(layer), self.rows, self.ranks
-        first, last, length = p * rows.start, p * rows.stop, p * self.length
-        if self.making and self.calls[layer]:
-            raise ValueError("a layer that calls attention more than once cannot run block by block")
+        pages, first, last, length = self.pages[layer], self.first, self.last, self.ranks * self.length
         keep = saved is not None and saved.active
-        piece = RowChunk(rows, first, last, "recompute" if graph else "forward", pages, keep=keep, kept=kept)
-        self.calls[layer] += 1
+        piece = RowChunk(self.rows, first, last, graph, pages, keep=keep, kept=kept)
         pages.begin(first)
         out = piece.attend(op, q, k, v, documents=documents, window=window, **how)
         if graph:
@@ -156,30 +144,23 @@ class Blocks:
             pages.keep(first_seen(documents, q.shape[0], length, last, window))
         else:
             pages.leave()
-        if saved is not None and saved.active:
+        if saved is not None and keep:
             saved.tensors.append((piece.kept[0], piece.kept[1]))
         return out
 
     def carry(self, key: Hashable, step: Step, inputs: Sequence[Tensor]) -> Tensor:
         """The output for the block of a call of a part that hands something on; `key` is of the call."""
-        rows, p = (self.ranks * self.rows.start, self.ranks * self.rows.stop), self.ranks
-        how: dict[str, Any] = {"graph": torch.is_grad_enabled(), "keep": self.making, "courier": self.courier}
-        return self.carried.run(key, step, inputs, rows, p * self.length, **how)
-
-    def _of(self, layer: int) -> BlockPages:
-        if not self.pages:
-            size = min(self.block, self.length) * self.ranks
-            self.pages = [BlockPages(self.length * self.ranks, size, self.courier) for _ in range(self.layers)]
-        return self.pages[layer]
+        rows, length = (self.first, self.last), self.ranks * self.length
+        return self.carried.run(key, step, inputs, rows, length, graph=torch.is_grad_enabled(), keep=self.making)
 
     def done(self) -> None:
         """The block's backward has run: nobody needs its pages any more."""
         for pages in self.pages:
             pages.drop(self.index)
-        self.carried.drop(self.ranks * self.rows.start)
+        self.carried.drop(self.first)
 
     def close(self) -> None:
         """Let all pages go, once no copy of them is on its way."""
-        if self.courier is not None:
-            self.courier.finish()
+        if self.carried.courier is not None:
+            self.carried.courier.finish()
         self.pages, self.carried = [], Carried()

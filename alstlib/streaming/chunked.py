@@ -26,10 +26,9 @@ import contextlib
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +42,7 @@ from alstlib.offload.host_store import HostStore
 from alstlib.recompute import GradientSums, Replay, check_thread, first_order, those_that_train, unchanged
 from alstlib.sizing import page_rows
 from alstlib.streaming.pages import LayerPages, PageChooser
-from alstlib.ulysses.attention import UlyssesAttention, Way, gradient_of_sinks, output_with, row_delta
+from alstlib.ulysses.attention import UlyssesAttention, gradient_of_sinks, output_with, row_delta
 
 
 class KeysDone(Exception):
@@ -66,25 +65,20 @@ class RowChunk:
     first: int
     """Its rows of the whole sequence: [first, last)."""
     last: int
-    task: Literal["forward", "keys", "recompute"]
+    graph: bool
+    """Whether its backward follows."""
     pages: LayerPages
     choices: PageChooser | None = None
     """Which pages its attention sees; None: all."""
     keep: bool = False
     kept: list[Tensor] = field(default_factory=list)
-    """Output [B, H, C, D] (sequence layout) and logsumexp [B, H / P, P C] (head layout): left by `forward` where `keep`
-    says so, taken by `recompute`."""
+    """Output [B, H, C, D] (sequence layout) and logsumexp [B, H / P, P C] (head layout): left by the first pass
+    where `keep` says so, and taken by the recompute."""
     carried: Carried = field(default_factory=Carried)
     calls: Counter[Hashable] = field(default_factory=Counter)
     """How often each of the layer's parts that mix tokens has run: its attention, and those that hand something on."""
-    all_calls: int = 1
-    """The calls of all these parts in one pass: a pass for keys leaves the layer at the last."""
-    choice: paged.Choice | None = None
-
-    @property
-    def page(self) -> int:
-        """The page in which its keys lie."""
-        return (self.last - 1) // self.pages.rows
+    leaves_at: int = 0
+    """After so many calls of these parts, all of them, a pass for keys leaves the layer; 0: no such pass."""
 
     def attend(
         self, op: UlyssesAttention, q: Tensor, k: Tensor, v: Tensor, *, layer: int = 0, saved: None = None,
@@ -102,56 +96,46 @@ class RowChunk:
         if self.calls["attention"]:
             raise ValueError("chunk: a layer that calls attention more than once cannot run in chunks; use chunk=None")
         self.calls["attention"] += 1
-        way = op.way(q, k, v, sinks, documents, (self.first, self.last), self.pages.length, **how)
-        layout = way.layout
-        if self.choices is not None and way.rule.window is None and self.task != "keys":
+        self.op, self.width = op, v.shape[-1]
+        self.way = op.way(q, k, v, sinks, documents, (self.first, self.last), self.pages.length, **how)
+        layout = self.way.layout
+        self.page, self.choice = (self.last - 1) // self.pages.rows, None
+        if self.choices is not None and self.way.rule.window is None and not self.leaves_at:
             where = (self.first, self.last, self.pages)
             self.choice = self.choices.of(q.detach(), k.detach(), *where, documents, op.exchange)
-        if self.task == "recompute":
-            return _ChunkAttention.apply(q, k, v, sinks, op, way, self)
-        if self.task == "keys" and self.calls.total() == self.all_calls:
+        if self.graph:
+            return _ChunkAttention.apply(q, k, v, sinks, self)
+        if self.calls.total() == self.leaves_at:
             self.pages.fill(*layout.swap([], [k, v]))
             raise KeysDone
         q_heads, k, v = layout.swap([q], [k, v])
         self.pages.fill(k, v)
-        out_heads, lse = self.forward(op, way, q_heads, v.shape[-1], sinks)
+        out_heads, lse = self.forward(q_heads, sinks)
         (out,) = layout.swap_back(out_heads)
-        if self.keep and self.task == "forward":
+        if self.keep and not self.leaves_at:
             self.kept = [out, lse]
         return out
 
     def carry(self, key: Hashable, step: Step, inputs: Sequence[Tensor]) -> Tensor:
         """The output for this chunk of a call of a part that hands something on; `key` is of the call, and `inputs`
         are the step's."""
-        rows, graph = (self.first, self.last), self.task == "recompute"
-        forget = self.task == "forward"
-        out = self.carried.run(key, step, inputs, rows, self.pages.length, graph=graph, forget=forget)
-        if self.task == "keys" and self.calls.total() == self.all_calls:
+        rows, forget = (self.first, self.last), not (self.graph or self.leaves_at)
+        out = self.carried.run(key, step, inputs, rows, self.pages.length, graph=self.graph, forget=forget)
+        if self.calls.total() == self.leaves_at:
             raise KeysDone
         return out
 
-    def forward(
-        self, op: UlyssesAttention, way: Way, q: Tensor, width: int, sinks: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """Attention of this chunk's queries, in head layout, over all pages before and in it."""
-        op.forward_calls += self.last == self.pages.length  # once a pass over the whole sequence
-        backend, rule, layout = way
-        return paged.forward(backend, q, width, self.pages, self.page, layout.own, rule, sinks, self.choice)
+        self.op.forward_calls += self.last == self.pages.length  # once a pass over the whole sequence
+        backend, rule, layout = self.way
+        return paged.forward(backend, q, self.width, self.pages, self.page, layout.own, rule, sinks, self.choice)
 
 
 class _ChunkAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        op: UlyssesAttention,
-        way: Way,
-        piece: RowChunk,
-    ) -> Tensor:
-        ctx.way, ctx.piece, layout = way, piece, way.layout
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, piece: RowChunk) -> Tensor:
+        ctx.piece, layout = piece, piece.way.layout
         ctx.sinks = None if sinks is None else sinks.detach().clone()
         if piece.pages.filled == piece.first:  # the last chunk: no pass before this one has made its keys
             piece.pages.fill(*layout.swap([], [k, v]))
@@ -160,14 +144,14 @@ class _ChunkAttention(torch.autograd.Function):
             ctx.held = [q.detach(), out, lse]
             return out.view_as(out)
         (q_heads,) = layout.swap([q])
-        out_heads, lse = piece.forward(op, way, q_heads, v.shape[-1], ctx.sinks)
+        out_heads, lse = piece.forward(q_heads, ctx.sinks)
         ctx.held = [q_heads.detach(), out_heads, lse]
         return layout.swap_back(out_heads)[0]
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-        piece, (backend, rule, layout), delta = ctx.piece, ctx.way, None
+        piece, (backend, rule, layout), delta = ctx.piece, ctx.piece.way, None
         q, out, lse = ctx.__dict__.pop("held")
         if piece.kept and layout.exchange.ranks > 1:
             (delta,) = layout.swap([row_delta(dout, out)])
@@ -178,175 +162,148 @@ class _ChunkAttention(torch.autograd.Function):
         dsinks = gradient_of_sinks(ctx, layout, dout, out, lse, delta)
         dq, page = paged.backward(backend, dout, q, out, lse, piece.pages, piece.page, layout.own, rule, piece.choice)
         dk, dv = piece.pages.own(page, piece.first, piece.last, dq.dtype)
-        return (*layout.swap_back(dq, dk, dv), dsinks, None, None, None)
+        return (*layout.swap_back(dq, dk, dv), dsinks, None)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Stream:
-    """How one call of a layer is streamed.
+    """One call of a layer that is streamed: how, and from its first pass to its backward what it keeps.
 
     Args:
         run: (x [B, C, E], chunk) -> [B, C, E]: the layer on some rows; its attention goes to `RowChunk.attend`.
         chunk: rows of this rank in a chunk.
         ranks: P.
+        device: where chunks run.
         store: where the layer's input and, with `keep`, attention outputs wait for backward.
         keep: keep attention outputs, so that attention runs forward once.
         params: the layer's weights that train, called again in backward (an engine may swap them).
         accept: looks at what a chunk's recompute returned; where it says False, the chunk is recomputed once more.
         module: the layer, which a recompute runs in the mode (training or evaluation) of the first pass.
-        device: where chunks run; None: where x is.
         travels: the input, the output and their gradients lie on the host, and chunks of them visit the device.
         kv_on_host: keys, values and the sums of their gradients lie there too.
         choices: which pages of keys this call's chunks see, where attention is sparse; None: all.
         tokenwise: the layer mixes no tokens.
-        segment: consecutive layers of which only the first keeps its input (with `travels`); None: this one does.
         whole: calls a function of the layer's input in another layer's backward, with weights that an engine put away.
     """
 
     run: Callable[[Tensor, RowChunk], Tensor]
     chunk: int
     ranks: int
+    device: torch.device
     store: HostStore
     keep: bool
     params: Callable[[], Sequence[Tensor]]
     accept: Callable[[Tensor], bool] = lambda out: True
     module: nn.Module | None = None
-    device: torch.device | None = None
     travels: bool = False
     kv_on_host: bool = False
     choices: PageChooser | None = None
     tokenwise: bool = False
-    segment: Segment | None = None
     whole: Callable[[Tensor, Callable[[], Tensor]], Tensor] = lambda x, run: run()
+    replays: list[Replay] = field(default_factory=list)
+    """What the recompute of each chunk takes over from its first pass."""
+    tickets: list[Any] = field(default_factory=list)
+    """The tickets of each chunk's attention outputs in the store."""
+    calls: int = 0
+    """The calls of parts that mix tokens, in one chunk."""
+    held: Any = None
+    """The input of a segment's first layer: the host tensor, where hidden states lie there, or a ticket for it."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [B, L, E] -> [B, L, E], with the same gradients for x and the weights as the layer as a whole."""
-        return _Streamed.apply(self, torch.is_grad_enabled(), x, *self.params())
+    def __call__(self, x: Tensor, segment: Segment | None = None) -> Tensor:
+        """x [B, L, E] -> [B, L, E], with the same gradients for x and the weights as the layer as a whole.
 
-    def couriers(self, x: Tensor) -> tuple[Courier, Courier | None]:
-        """What does the work, and what brings chunks of the input and takes those of the output."""
-        courier = Courier(self.store, self.device or x.device)
-        return courier, (courier if self.travels else None)
+        Args:
+            segment: consecutive layers of which, where hidden states travel, only the first keeps its input.
+        """
+        # a layer that knew its segment would be a circle: tensors go when the graph goes
+        return _Streamed.apply(self, segment or Segment(), torch.is_grad_enabled(), x, *self.params())
 
-    def chunks(self, rows: int, task: Any, courier: Courier) -> list[RowChunk]:
+    def chunks(self, rows: int, graph: bool, courier: Courier) -> list[RowChunk]:
         p, length = self.ranks, rows * self.ranks
-        page = None if self.choices is None else self.choices.page
-        page = page_rows(min(self.chunk, rows) * p, length) if page is None else page
+        page = (self.choices.page if self.choices else None) or page_rows(min(self.chunk, rows) * p, length)
         pages, carried = LayerPages(length, page, courier if self.kv_on_host else None), Carried()
         bounds = [*range(0, rows, self.chunk), rows]
         return [
-            RowChunk(slice(lo, hi), p * lo, p * hi, task, pages, self.choices, self.keep, carried=carried)
+            RowChunk(slice(lo, hi), p * lo, p * hi, graph, pages, self.choices, self.keep, carried=carried)
             for lo, hi in itertools.pairwise(bounds)
         ]
 
-    def without_graph(
-        self, x: Tensor, around: Callable[[int], AbstractContextManager[None]], done: Callable[[RowChunk], None]
-    ) -> Tensor:
-        """Run the layer chunk by chunk: the i-th inside `around(i)`, and tell `done` of each that has run."""
-        courier, way = self.couriers(x)
-        pieces, out = self.chunks(x.shape[1], "forward", courier), room_like(way, x)
+    def without_graph(self, x: Tensor, first: bool = False) -> Tensor:
+        """Run the layer chunk by chunk, for the `first` time or as it ran then."""
+        courier = Courier(self.store, self.device)
+        way = courier if self.travels else None
+        pieces, out = self.chunks(x.shape[1], False, courier), room_like(way, x)
         for i, (piece, (part,)) in enumerate(zip(pieces, parts_of(way, _rows(pieces), x))):
-            with around(i), unchanged(part, self.module):
+            if first:
+                self.replays.append(Replay(self.device, self.module))
+            with contextlib.nullcontext() if first else self.replays[i](), unchanged(part, self.module):
                 put_part(way, out, piece.rows, self.run(part, piece))
-            done(piece)
+            self.calls = piece.calls.total()
+            if first and piece.kept:
+                self.tickets.append(self.store.ticket())
+                while piece.kept:  # on the device only until they wait elsewhere
+                    self.store.put(self.tickets[-1], piece.kept.pop(0))
         courier.finish()
         return out
 
-
-@dataclass
-class _Layer:
-    """One streamed layer of a segment."""
-
-    stream: Stream
-    replays: list[Replay]
-    held: Any
-    """The input of the segment's first layer: the host tensor, where hidden states lie there, or a ticket for it."""
+    # ----- as a member of its segment
 
     def input(self, device: torch.device) -> Tensor:
         held, self.held = self.held, None
-        return held if self.stream.travels else self.stream.store.get(held, device)[0]
+        return held if self.travels else self.store.get(held, device)[0]
 
     def again(self, x: Tensor, device: torch.device) -> Tensor:
-        run = functools.partial(self.stream.without_graph, x, lambda i: self.replays[i](), lambda _: None)
-        return self.stream.whole(x, run)
+        return self.whole(x, functools.partial(self.without_graph, x))
 
 
 class _Streamed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, stream: Stream, train: bool, x: Tensor, *_: Tensor) -> Tensor:
-        store, train = stream.store, train and any(ctx.needs_input_grad)
-        ctx.tickets, ctx.calls, ctx.device = [], 0, stream.device or x.device
-        replays: list[Replay] = []
-
-        @contextlib.contextmanager
-        def noted(_: int) -> Iterator[None]:
-            if train:
-                replays.append(Replay(ctx.device, stream.module))
-            yield
-
-        def keep(piece: RowChunk) -> None:
-            ctx.calls = piece.calls.total()
-            if train and piece.kept:
-                ctx.tickets.append(store.ticket())
-                while piece.kept:  # on the device only until they wait elsewhere
-                    store.put(ctx.tickets[-1], piece.kept.pop(0))
-
-        if not train:
-            stream = replace(stream, keep=False)
-        out = stream.without_graph(x, noted, keep)
+    def forward(ctx: Any, stream: Stream, segment: Segment, train: bool, x: Tensor, *_: Tensor) -> Tensor:
+        train = train and any(ctx.needs_input_grad)
+        stream.keep = stream.keep and train
+        out = stream.without_graph(x, first=True)
         if train:
-            ctx.segment = stream.segment or Segment()
-            held: Any
-            if stream.travels:
-                held = None if ctx.segment.members else x.detach()
-            else:  # the input last, as it is wanted first; what is kept comes back in the opposite order
-                held = store.ticket()
-                store.put(held, x)
-            # a layer that knows its segment would be a circle: tensors go when the graph goes
-            ctx.index = ctx.segment.add(_Layer(replace(stream, segment=None), replays, held), out)
+            if not stream.travels:  # the input last, as it is wanted first; what is kept comes back in opposite order
+                stream.held = stream.store.ticket()
+                stream.store.put(stream.held, x)
+            elif not segment.members:
+                stream.held = x.detach()
+            ctx.device, ctx.segment, ctx.index = stream.device, segment, segment.add(stream, out)
         return out
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        x, layer = ctx.segment.take(ctx.index, ctx.device)
-        tickets, stream, replays = ctx.__dict__.pop("tickets"), layer.stream, layer.replays
-        store = stream.store
+        x, stream = ctx.segment.take(ctx.index, ctx.device)
+        store, tickets, replays = stream.store, stream.tickets, stream.replays
         if stream.travels:
             check_thread(ctx.device)
-        need_x, needs = ctx.needs_input_grad[2], ctx.needs_input_grad[3:]
-        params, (courier, way) = those_that_train(stream.params(), needs), stream.couriers(grad)
+        needs = ctx.needs_input_grad[4:]
+        params, courier = those_that_train(stream.params(), needs), Courier(store, ctx.device)
+        way = courier if stream.travels else None
         sums = GradientSums(params)
-        if not need_x:
-            grad_x = None
-        elif stream.travels or store.mode == "none":
-            grad_x = room_like(way, x)
-        else:  # a copy that came back from the host is ours, and read for the last time before it is written
-            grad_x = x
-        pieces = stream.chunks(x.shape[1], "recompute", courier)
-        _keys(stream, way, x, [] if stream.tokenwise else pieces[:-1], replays, ctx.calls)
+        # a copy that came back from the host is ours, and read for the last time before it is written
+        grad_x = room_like(way, x) if stream.travels or store.mode == "none" else x
+        pieces = stream.chunks(x.shape[1], True, courier)
+        _keys(stream, way, x, [] if stream.tokenwise else pieces[:-1])
         for part, upstream in parts_of(way, _rows(pieces[::-1]), x, grad):
             piece, replay = pieces.pop(), replays.pop()
             piece.kept = store.get(tickets.pop(), courier.device) if tickets else []
-            leaf = part.contiguous().detach().requires_grad_(need_x)
+            leaf = part.contiguous().detach().requires_grad_()
             y = _recompute(stream, leaf, piece, replay)
             if not stream.accept(y):
                 del y
                 piece.calls.clear()
                 y = _recompute(stream, leaf, piece, replay)
             with replay():
-                wanted = [*([leaf] if need_x else []), *params]
-                grads = list(torch.autograd.grad(y, wanted, upstream, allow_unused=True))
+                grads = list(torch.autograd.grad(y, [leaf, *params], upstream, allow_unused=True))
             del y, part, upstream
-            if grad_x is not None:
-                first = grads.pop(0)
-                put_part(way, grad_x, piece.rows, torch.zeros_like(leaf) if first is None else first)
-                del first
+            put_part(way, grad_x, piece.rows, grads.pop(0))
             sums.add(grads, last=not pieces)
             del piece, grads, leaf
         courier.finish()
         done = iter(sums.done())
-        return (None, None, grad_x, *(next(done) if need else None for need in needs))
+        return (None, None, None, grad_x, *(next(done) if need else None for need in needs))
 
 
 def _rows(pieces: Sequence[RowChunk]) -> list[slice]:
@@ -358,18 +315,12 @@ def _recompute(stream: Stream, leaf: Tensor, piece: RowChunk, replay: Replay) ->
         return stream.run(leaf, piece)
 
 
-def _keys(
-    stream: Stream, way: Courier | None, x: Tensor, pieces: Sequence[RowChunk], replays: Sequence[Replay], calls: int
-) -> None:
+def _keys(stream: Stream, way: Courier | None, x: Tensor, pieces: Sequence[RowChunk]) -> None:
     """Make the keys and values of these chunks again, and what they hand on."""
-    for piece, replay, (part,) in zip(pieces, replays, parts_of(way, _rows(pieces), x)):
-        piece.task, piece.all_calls = "keys", calls
-        with replay():
-            try:
-                stream.run(part, piece)
-            except KeysDone:
-                pass
-            else:
-                raise ValueError("chunk: the layer did not call attention, so it cannot run in chunks; use chunk=None")
-        piece.task = "recompute"
+    for piece, replay, (part,) in zip(pieces, stream.replays, parts_of(way, _rows(pieces), x)):
+        piece.graph, piece.leaves_at = False, stream.calls
+        with replay(), contextlib.suppress(KeysDone):
+            stream.run(part, piece)
+            raise ValueError("chunk: the layer did not call attention, so it cannot run in chunks; use chunk=None")
+        piece.graph, piece.leaves_at = True, 0
         piece.calls.clear()

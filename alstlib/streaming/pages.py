@@ -9,6 +9,7 @@ go back to it. (FPDT, arXiv 2408.16978, double-buffers keys and values in the sa
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -50,8 +51,6 @@ class LayerPages:
     def __init__(self, length: int, rows: int, courier: Courier | None = None) -> None:
         self.length, self.rows, self.courier = length, rows, courier
         self.held = [_Page() for _ in range(-(-length // rows))]
-        self.whole: list[Tensor] = []
-        """Without a courier, what the pages are parts of: k and v [S, B, K, D], and the sums of their gradients."""
         self.filled = 0
         """Rows that are in place."""
         self.open: int | None = None
@@ -60,29 +59,13 @@ class LayerPages:
         """Put the next rows, k [B, K, C, D] and v [B, K, C, V], in place."""
         index, first = divmod(self.filled, self.rows)
         self._open(index)
-        page, rows = self.held[index], k.shape[2]
+        page, rows = self.held[index], [t.permute(2, 0, 1, 3) for t in (k, v)]
         if not page.device:
-            page.device = self._room(index, k, v)
-        for held, t in zip(page.device, (k, v)):
-            held[first : first + rows].copy_(t.permute(2, 0, 1, 3))
-        self.filled += rows
-
-    def _room(self, index: int, k: Tensor, v: Tensor) -> list[Tensor]:
-        """Where a page's keys and values are put, not yet written."""
-        if self.courier is not None:
-            return _empty(min(self.rows, self.length - index * self.rows), k, v)
-        self.whole = self.whole or _empty(self.length, k, v)
-        return self._parts(index)
-
-    def _no_sums(self, index: int, keys: Sequence[Tensor]) -> list[Tensor]:
-        """The sums of a page to which nothing has been added."""
-        return [_zeros(t) for t in keys] if self.courier is not None else self._parts(index, sums=True)
-
-    def _parts(self, index: int, sums: bool = False) -> list[Tensor]:
-        """This page's rows of what lies on the device as a whole."""
-        if sums and len(self.whole) == 2:
-            self.whole += [_zeros(t) for t in self.whole]
-        return [t[index * self.rows : (index + 1) * self.rows] for t in self.whole[2 * sums : 2 * sums + 2]]
+            room = min(self.rows, self.length - index * self.rows)
+            page.device = [t.new_empty(room, *t.shape[1:]) for t in rows]
+        for held, t in zip(page.device, rows):
+            held[first : first + len(t)].copy_(t)
+        self.filled += len(rows[0])
 
     def _open(self, index: int) -> None:
         """Let this page lie on the device, and the one that did before go to the host, or go altogether where backward
@@ -95,17 +78,8 @@ class LayerPages:
         else:
             self._leave(self.held[before])
 
-    def close(self) -> None:
-        """Send the open page to the host: the next pass over it comes later."""
-        if self.open is not None and self.courier is not None:
-            self._leave(self.held[self.open])
-        self.open = None
-
     def _leave(self, page: _Page) -> None:
-        assert self.courier is not None
-        if not page.host:
-            page.host = self._send(page, page.device, [])
-        page.device = []
+        page.host, page.device = page.host or self._send(page, page.device, []), []
         self._send_sums(page)
 
     def _send_sums(self, page: _Page) -> None:
@@ -114,8 +88,7 @@ class LayerPages:
     def _send(self, page: _Page, tensors: Sequence[Tensor], to: list[Tensor]) -> list[Tensor]:
         """Send a page's tensors to the host: to where they lay before, if they did. Returns where they lie."""
         assert self.courier is not None
-        if not to:
-            to = [self.courier.empty(t.shape, t.dtype) for t in tensors]
+        to = to or [self.courier.empty(t.shape, t.dtype) for t in tensors]
         for host, t in zip(to, tensors):
             page.sent = self.courier.send(host, t)
         return to
@@ -124,14 +97,13 @@ class LayerPages:
         """These pages one after the other on the device, the first of them the one that is open from now on."""
         self._open(order[0])
         coming = self._fetch(order[0], sums)
-        for i, index in enumerate(order):
-            now, coming = coming, self._fetch(order[i + 1], sums) if i + 1 < len(order) else None
+        for index, following in itertools.zip_longest(order, order[1:]):
+            now, coming = coming, None if following is None else self._fetch(following, sums)
             page, arrived = self.held[index], [] if now is None else now.get()
             keys = page.device or arrived[:2]
-            if sums and not page.sums:
-                page.sums = arrived[len(arrived) - 2 :] if page.host_sums else self._no_sums(index, keys)
             if sums:
-                page.sums = [_padded(total, t) for total, t in zip(page.sums, keys)]
+                found = page.sums or (arrived[-2:] if page.host_sums else [_zeros(t) for t in keys])
+                page.sums = [_padded(total, t) for total, t in zip(found, keys)]
             if index == self.open:
                 page.device = keys
             k, v, *more = (t.permute(1, 2, 0, 3) for t in [*keys, *(page.sums if sums else ())])
@@ -154,10 +126,6 @@ class LayerPages:
         return [t[:, :, first - at : last - at].to(dtype) for t in page.sums]
 
 
-def _empty(rows: int, *like: Tensor) -> list[Tensor]:
-    return [t.new_empty(rows, *t.shape[:2], t.shape[3]) for t in like]
-
-
 def _zeros(keys: Tensor) -> Tensor:
     dtype = torch.promote_types(keys.dtype, torch.float32)
     return torch.zeros(keys.shape, dtype=dtype, device=keys.device)
@@ -172,9 +140,8 @@ def _padded(sums: Tensor, keys: Tensor) -> Tensor:
 class PageChooser(Protocol):
     """Chooses the pages that the chunks see in one call of a layer, and keeps the choice for later passes."""
 
-    @property
-    def page(self) -> int | None:
-        """The number of the sequence's tokens in a page; None: chosen as where every page is seen."""
+    page: int | None
+    """The number of the sequence's tokens in a page; None: chosen as where every page is seen."""
 
     def of(
         self, q: Tensor, k: Tensor, first: int, last: int, pages: LayerPages, documents: Documents, exchange: Exchange

@@ -18,7 +18,7 @@ import alstlib
 from alstlib import recompute
 from alstlib.data.loader import SPDataLoader
 from alstlib.hf import block_step, causal_lm_loss, layer_runner
-from alstlib.linear import adapter, by_heads, convolution, pass_state
+from alstlib.linear import adapter, convolution, pass_state
 from alstlib.offload import checkpoints, courier, host_store, storage
 from alstlib.streaming import blocks, chunked, pages
 from alstlib.tiled import compute
@@ -52,7 +52,7 @@ ZERO3 = Case("llama", engine="zero3")
 FROZEN = Case("llama", weights="frozen embeddings", way="chunks", engine="zero3")
 THREADS = Case("llama", way="host", engine="ddp", device="late")
 ARRIVAL, COPIES, STORE, LAYER_PAGES = courier.Arrival, storage.Copies, host_store.HostStore, pages.LayerPages
-PASS_STATE, AROUND, EXCHANGE = pass_state._PassState, convolution._TokensAround, alltoall.Exchange
+PREFIX, AROUND, EXCHANGE = pass_state._Slice.prefix, convolution._TokensAround, alltoall.Exchange
 SHARE = "ctx.world_size * engine_divides_by / step_tokens"
 
 MUTATIONS = {
@@ -88,13 +88,13 @@ MUTATIONS = {
     ),
     "pages: one is fetched before it is there": Mutation(LAYER_PAGES._fetch, "after=page.sent", "after=None", HOST),
     "pages: the next is the one that is here": Mutation(
-        LAYER_PAGES.visit, "self._fetch(order[i + 1], sums)", "self._fetch(order[i], sums)", HOST
+        LAYER_PAGES.visit, "self._fetch(following, sums)", "self._fetch(index, sums)", HOST
     ),
     "pages: forward lets one go as backward does": Mutation(
         LAYER_PAGES._open, "before > index", "before < index", HOST
     ),
     "pages: rows of each chunk at the beginning": Mutation(
-        LAYER_PAGES.fill, "held[first : first + rows]", "held[:rows]", LARGER_PAGES
+        LAYER_PAGES.fill, "held[first : first + len(t)]", "held[: len(t)]", LARGER_PAGES
     ),
     "pages: gradients of the first rows": Mutation(
         LAYER_PAGES.own, "first - at : last - at", ": last - first", LARGER_PAGES
@@ -162,17 +162,16 @@ MUTATIONS = {
         SINKS,
     ),
     "states: the one before another rank": Mutation(
-        PASS_STATE.forward, "states[exchange.rank]", "states[exchange.rank - 1]", STATES
+        PREFIX, "if back else self.exchange.rank]", "if back else self.exchange.rank - 1]", STATES
     ),
     "states: gradients from the first rank on": Mutation(
-        PASS_STATE.backward, "_of_all_ranks(exchange, m, w)[::-1]", "_of_all_ranks(exchange, m, w)", STATES
+        PREFIX, "everyone[::-1] if back else everyone", "everyone", STATES
     ),
     "states: gradients of shared groups of one rank": Mutation(
-        by_heads._to_tokens, "there.add_(parts[k].transpose(0, 1)) if shared",
-        "there.copy_(parts[k].transpose(0, 1)) if shared", GROUPS,
+        EXCHANGE._exchange, ".sum(1, dtype=wide)", ".select(1, 0)", GROUPS
     ),
     "convolution: tokens before another rank": Mutation(
-        AROUND.forward, "at = exchange.rank * given", "at = (exchange.ranks - 1 - exchange.rank) * given", STATES
+        AROUND.forward, "exchange.rank * ctx.given", "(exchange.ranks - 1 - exchange.rank) * ctx.given", STATES
     ),
     # what engines are given, and when
     "threads: backward runs in two": Mutation(

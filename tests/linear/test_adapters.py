@@ -91,9 +91,9 @@ PART, WEIGHT = SimpleNamespace(mix=lambda rule, *_: rule), torch.zeros(1)
 DELTA = GatedDelta.mix(PART, wrapped(delta_kernel), *[None] * 5, use_qk_l2norm_in_kernel=True)[0]
 MAMBA = Mamba2.mix(PART, wrapped(mamba_kernel), None, None, WEIGHT, None, None, 16, WEIGHT, WEIGHT, dt_softplus=True)
 FAMILIES = {
-    "gated delta rule": (gated_inputs, delta, DELTA, (3, 3)),
-    "Kimi delta attention": (kimi_inputs, delta, DELTA, (3, 3)),
-    "Mamba-2": (biased_inputs, mamba, MAMBA, (3, 1)),
+    "gated delta rule": (gated_inputs, delta, DELTA, (6, 1)),
+    "Kimi delta attention": (kimi_inputs, delta, DELTA, (6, 6)),
+    "Mamba-2": (biased_inputs, mamba, MAMBA, (6, 1)),
 }
 """As `RULES`, with the rules that adapters make of these kernels."""
 

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from test_pass_state import KEYS, RULES, TOLERANCE, VALUES, everywhere, gated, gated_inputs, mamba_inputs, on_rank
+from test_pass_state import KEYS, RULES, TOLERANCE, VALUES, everywhere, gated, gated_inputs, on_rank
 
 from alstlib.linear.adapters.gated_delta import GatedDeltaRule
 from alstlib.linear.by_heads import by_heads
@@ -13,12 +13,12 @@ from alstlib.linear.pass_state import pass_state
 from alstlib.linear.ways import Sent, StateLayer
 from alstlib.planner.gpus import rates_of
 from alstlib.planner.state_ways import state_seconds
-from alstlib.ulysses.alltoall import Exchange
 
 WAYS = (pass_state, by_heads)
-SHARED = [("gated delta rule", 6, 2), ("gated delta rule", 5, 5), ("Kimi delta attention", 5, 5), ("Mamba-2", 4, 2),
-          ("Mamba-2", 5, 1), ("lightning attention", 4, 4)]  # fmt: skip
-"""Heads and groups that divide by two, three or four ranks, and that do not."""
+SHARED = [(2, "gated delta rule", 6, 2), (3, "gated delta rule", 6, 1), (4, "gated delta rule", 4, 2),
+          (3, "Kimi delta attention", 3, 3), (2, "Mamba-2", 4, 1), (3, "Mamba-2", 6, 3), (4, "Mamba-2", 8, 2),
+          (2, "lightning attention", 4, 4)]  # fmt: skip
+"""Ranks, and heads and groups that are dealt out evenly among them; or groups are shared."""
 LENGTHS = {
     "whole": (2, 12, None), "packed": (1, 24, (0, 2, 6, 7, 12, 23, 24)),
     "rows of their own": (2, 12, (0, 1, 12, 13, 24)),
@@ -26,31 +26,37 @@ LENGTHS = {
 """Micro-batch rows, tokens of each, and offsets of documents."""
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("case", LENGTHS.values(), ids=LENGTHS)
-@pytest.mark.parametrize("name, heads, groups", SHARED)
-def test_heads_and_states_give_what_one_rank_gives(pools, name, heads, groups, case, world):
+@pytest.mark.parametrize("world, name, heads, groups", SHARED)
+def test_heads_and_states_give_what_one_rank_gives(pools, world, name, heads, groups, case):
     """Also where an input is frozen, and from chunk to chunk with a state of a rank's own heads."""
-    in_chunks = [{"ways": (by_heads,), "chunk": 2}] * (world == 3)
+    in_chunks = [{"ways": (by_heads,), "chunk": 2}] * (world < 4)
     for how in ({"ways": WAYS}, {"ways": WAYS, "frozen": 0}, *in_chunks):
         for rank, result in enumerate(everywhere(pools, world, on_rank, name, case, (heads, groups), **how)):
             assert result["error"] < TOLERANCE, (rank, how, result)
 
 
-def layer_of(name, heads, groups, element=8):
+def layer_of(name, heads, groups):
     tokens, _ = RULES[name][0](1, 1, heads, groups)
-    inputs = [Sent(t.shape[2], t[0, 0, 0].numel(), element) for t in tokens]
-    output = Sent(heads, VALUES, element)
+    *inputs, output = (Sent(t.shape[2], t.shape[3:].numel(), 8) for t in (*tokens, torch.empty(1, 1, heads, VALUES)))
     return StateLayer(keys=KEYS, values=VALUES, inputs=inputs, output=output, matrix=RULES[name][2].matrix)
 
 
-@pytest.mark.parametrize("name, heads, groups", SHARED)
-def test_bytes_on_the_wire_are_those_of_the_formula(pools, name, heads, groups):
-    layer, case, rows = layer_of(name, heads, groups), LENGTHS["whole"], 2 * 12 // 3
-    for rank, result in enumerate(everywhere(pools, 3, on_rank, name, case, (heads, groups), ways=WAYS)):
+@pytest.mark.parametrize("world, name, heads, groups", SHARED)
+def test_bytes_on_the_wire_are_those_of_the_formula(pools, world, name, heads, groups):
+    layer, case = layer_of(name, heads, groups), LENGTHS["whole"]
+    for rank, result in enumerate(everywhere(pools, world, on_rank, name, case, (heads, groups), ways=WAYS)):
         # in fp64 here; a layer that makes every gradient sends pairs twice, and tokens there and back
-        assert result["sent"][0][1] == 2 * 2 * layer.pair_bytes(2) * 2, (rank, result["sent"])
-        assert result["sent"][1][1] == rows * (layer.there(3, rank) + layer.back(3, rank)), (rank, result["sent"])
+        assert result["sent"][0][1] == 2 * (world - 1) * layer.pair_bytes(2) * 2, (rank, result["sent"])
+        assert result["sent"][1][1] == 2 * 12 // world * 2 * layer.exchanged(world), (rank, result["sent"])
+
+
+def test_heads_are_taken_where_they_divide_evenly():
+    layer = layer_of("gated delta rule", 32, 16)
+    found = {ranks: layer.way("auto", ranks) for ranks in (1, 2, 3, 8, 12, 32, 64)}
+    assert found == {1: "pass", 2: "heads", 3: "pass", 8: "heads", 12: "pass", 32: "heads", 64: "pass"}
+    assert [layer.way("heads", ranks) for ranks in (3, 8)] == ["pass", "heads"]
+    assert layer.way("pass", 8) == "pass"
 
 
 def in_half(rank, world):
@@ -64,20 +70,13 @@ def in_half(rank, world):
         out, state = gated(*(t.double() for t in tensors), **how)
         return out.bfloat16(), state
 
-    with mock.patch.dict(RULES, {"in half": (inputs, wide, GatedDeltaRule(wide), (3, 1))}):
+    with mock.patch.dict(RULES, {"in half": (inputs, wide, GatedDeltaRule(wide), (4, 1))}):
         return on_rank(rank, world, "in half", (1, 12, None), ways=(by_heads,))
 
 
 def test_each_dtype_travels_as_it_is(pools):
     for result in pools(2)(in_half):
         assert result["error"] < 1e-2  # sums of two roundings to bf16
-
-
-def test_more_ranks_than_heads_are_refused():
-    exchange = Exchange()
-    exchange.ranks = 3
-    with pytest.raises(ValueError, match="3 ranks cannot each have one of 2 heads; at most 2 ranks can"):
-        by_heads(RULES["Mamba-2"][2], *mamba_inputs(1, 4, 2, 1), exchange)
 
 
 def test_seconds_of_the_ways():

@@ -45,7 +45,7 @@ def test_hybrids_are_exact(pools, name, states, data, world, options):
         with pytest.raises(ValueError, match="takes a further input that needs a gradient"):
             attach(zoo.build_hybrid(name), **options)
     else:
-        step(pools, name, data, world, options, states)
+        step(pools, name, data, 2 if states == "heads" else world, options, states)  # of four heads
 
 
 class Twice(nn.Module):
@@ -107,9 +107,10 @@ def told(rank, world, states, chunk, widths):
 
 
 @pytest.mark.parametrize("chunk", [None, 10])
-@pytest.mark.parametrize("way, heads, does", [("pass", 2, "states are passed"), ("heads", 4, "tokens are exchanged")])
-def test_auto_takes_heads_where_each_rank_gets_one_and_says_so(pools, way, heads, does, chunk):
-    auto, one = (pools(3)(told, states, chunk, {"linear_num_value_heads": heads}) for states in ("auto", way))
+@pytest.mark.parametrize("way, heads, does", [("pass", 2, "states are passed"), ("heads", 6, "tokens are exchanged")])
+def test_auto_takes_heads_where_they_divide_evenly_and_says_so(pools, way, heads, does, chunk):
+    widths = {"linear_num_value_heads": heads, "linear_num_key_heads": heads // 2}
+    auto, one = (pools(3)(told, states, chunk, widths) for states in ("auto", way))
     for (notes, sent), (silent, same) in zip(auto, one):
         (note,) = notes
         assert note.startswith(f"gated delta rule: {heads} heads for 3 ranks: {does}"), note
@@ -119,10 +120,6 @@ def test_auto_takes_heads_where_each_rank_gets_one_and_says_so(pools, way, heads
 def test_fewer_heads_than_ranks_pass_their_state(pools):
     note = "gated delta rule: 2 heads for 3 ranks: states are passed (linear_attention='heads')"
     assert [notes for notes, _ in pools(3)(told, "heads", None, {"linear_num_value_heads": 2})] == [[note]] * 3
-
-
-def test_one_rank_has_no_way_to_choose():
-    assert told(0, 1, "auto", None, {}) == ([], 0)
 
 
 @pytest.mark.slow

@@ -2,14 +2,8 @@
 (tests/matrix.py) has the gradients."""
 
 import pytest
-import torch
 import zoo
 from cases import attach, batch, step
-from operators import randn
-
-from alstlib.mesh import SPContext
-from alstlib.streaming.blocks import Blocks
-from alstlib.ulysses.attention import UlyssesAttention
 
 LENGTH, BLOCK, LAYERS, HEADS, KV, WIDTH = 14, 4, 2, 4, 2, 8
 
@@ -34,14 +28,3 @@ def test_bytes_that_travel(window, documents, kept, visits, save):
     checkpoints = LAYERS * LENGTH * 4 * (HEADS * WIDTH + save * HEADS * (WIDTH + 1))
     assert sent == checkpoints + LAYERS * row * (kept + visits)
     assert fetched == checkpoints + LAYERS * row * visits * (4 if save else 5)
-
-
-def test_attention_twice_in_a_layer():
-    """In forward it would take the place of the first call's keys: the dry run refuses such a layer before that."""
-    blocks, op = Blocks(1, 4, 2, 1), UlyssesAttention(SPContext())
-    q, k = randn(1, HEADS, 2, WIDTH), randn(1, KV, 2, WIDTH)
-    with torch.no_grad():
-        blocks.begin(0, making=True)
-        blocks.attend(op, q, k, k, layer=0)
-        with pytest.raises(ValueError, match="calls attention more than once"):
-            blocks.attend(op, q, k, k, layer=0)

@@ -117,8 +117,9 @@ def test_backward_twice():
 def test_a_layer_without_attention():
     weight = nn.Parameter(torch.eye(4))
     stream = Stream(
-        run=lambda x, _: x @ weight, chunk=2, ranks=1, store=HostStore(), keep=False, params=lambda: [weight]
-    )
+        run=lambda x, _: x @ weight, chunk=2, ranks=1, device=weight.device, store=HostStore(), keep=False,
+        params=lambda: [weight],
+    )  # fmt: skip
     out = stream(torch.randn(1, 5, 4))
     with pytest.raises(ValueError, match="did not call attention"):
         out.sum().backward()

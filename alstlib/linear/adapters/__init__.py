@@ -5,18 +5,15 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from typing import Any
 
 from torch import nn
 
-from alstlib.linear.adapter import HARMLESS, Adapter, called_by, plain_forward
+from alstlib.linear.adapter import HARMLESS, Adapter, LayerPart, called_by, plain_forward
 
-_FILES = [importlib.import_module(f"{__name__}.{file.name}") for file in pkgutil.iter_modules(__path__)]
-ADAPTERS = tuple(
-    one
-    for file in _FILES
-    for one in vars(file).values()
-    if isinstance(one, type) and issubclass(one, Adapter) and one.__module__ == file.__name__
-)
+for _file in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_file.name}")
+ADAPTERS = tuple(Adapter.__subclasses__())
 TOKENWISE = {"mlp", "moe"}
 """What a hybrid calls layers that hold an MLP or experts alone."""
 KINDS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", *TOKENWISE}
@@ -37,3 +34,21 @@ def mixers_of(module: nn.Module) -> list[nn.Module]:
 def is_tokenwise(layer: nn.Module) -> bool:
     """Whether this layer of a hybrid mixes no tokens."""
     return getattr(layer, "block_type", None) in TOKENWISE and not mixers_of(layer)
+
+
+def attach_states(handle: Any) -> None:
+    """Give each known mixer of an attached model's layers a forward that works over ranks and restarts at documents."""
+    for layer in handle.facts.layers:
+        for mixer in layer.modules():
+            if adapter := adapter_of(mixer):
+                _attach(handle, mixer, adapter)
+
+
+def _attach(handle: Any, mixer: nn.Module, adapter: type[Adapter]) -> None:
+    original = mixer.forward
+    over = adapter.forward(mixer, lambda name: LayerPart(handle, (mixer, name), adapter.family))
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return (original if handle.plain else over)(*args, **kwargs)
+
+    handle.set_forward(mixer, forward)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from alstlib.linear.adapter import Adapter, LayerPart, takes
-from alstlib.linear.documents import PackedDocuments
 from alstlib.linear.rule import StateRule
 
 
@@ -21,47 +21,34 @@ class GatedDeltaRule(StateRule):
     def pair(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         """One pass makes both: each column of the state has its own values, and those of M are zeros."""
         q, k, v, *gates = tensors
-        width, keys = v.shape[3], k.shape[3]
-        start = torch.eye(keys, dtype=torch.promote_types(v.dtype, torch.float32), device=v.device)
-        start = torch.nn.functional.pad(start, (width, 0)).expand(v.shape[0], v.shape[2], -1, -1)
+        width, keys, wide = v.shape[3], k.shape[3], torch.promote_types(v.dtype, torch.float32)
+        start = torch.eye(width + keys, dtype=wide, device=v.device)[width:].expand(len(v), v.shape[2], -1, -1)
         both = self.kernel(q, k, torch.nn.functional.pad(v, (0, keys)), *gates, initial_state=start)[1]
         return both[..., width:], both[..., :width]
-
-    def forgets(self, *tensors: Tensor) -> Tensor:
-        _, k, v, *_ = tensors
-        dtype = torch.promote_types(v.dtype, torch.float32)
-        return torch.zeros(v.shape[0], v.shape[2], k.shape[3], k.shape[3], dtype=dtype, device=v.device)
-
-    def times(self, m: Tensor, state: Tensor) -> Tensor:
-        return m @ state
-
-    def transposed(self, m: Tensor, grad: Tensor) -> Tensor:
-        return m.transpose(-1, -2) @ grad
 
 
 class GatedDelta(Adapter):
     family = "gated delta rule"
-    recurrence, one_token = "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"
+    recurrence = "torch_chunk_gated_delta_rule"
 
     @staticmethod
     def mix(
         part: LayerPart, theirs: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor,
         use_qk_l2norm_in_kernel: bool = False, **_: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
-        def run(tensors: Sequence[Tensor], **how: Any) -> Any:
-            q, k, v, g, beta = tensors
-            return theirs(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **how)
+        run = functools.partial(theirs, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
 
         def kernel(*tensors: Tensor, initial_state: Tensor | None) -> Any:
-            return run(tensors, initial_state=initial_state, output_final_state=True)
+            return run(*tensors, initial_state=initial_state, output_final_state=True)
 
-        def packed(*tensors: Tensor, documents: PackedDocuments) -> Tensor:
-            return run(tensors, initial_state=None, output_final_state=False, cu_seqlens=documents.offsets)[0]
+        def packed(*tensors: Tensor, offsets: Tensor) -> Tensor:
+            return run(*tensors, cu_seqlens=offsets)[0]
 
         rule = GatedDeltaRule(kernel, packed=packed if takes(theirs, "cu_seqlens") else None)
         return part.mix(rule, (query, key, value, g, beta), (), key, value), None
 
 
-class KimiDelta(GatedDelta):
+class KimiDelta(Adapter):
     family = "Kimi delta attention"
-    recurrence, one_token = "chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"
+    recurrence = "chunk_kimi_delta_attention"
+    mix = GatedDelta.mix

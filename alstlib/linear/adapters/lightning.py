@@ -21,7 +21,7 @@ class Lightning(Adapter):
 
     @classmethod
     def knows(cls, mixer: nn.Module, calls: set[str]) -> bool:
-        return not calls and {*mixer._modules, *mixer._buffers, *mixer.__dict__}.issuperset(MADE_OF)
+        return not calls and all(hasattr(mixer, name) for name in MADE_OF)
 
     @classmethod
     def forward(cls, mixer: nn.Module, part: Callable[[str], LayerPart]) -> Callable[..., Any]:
@@ -31,7 +31,7 @@ class Lightning(Adapter):
 def _forward(part: LayerPart, mixer: Any, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
     """By the mixer's own modules."""
     qkv = mixer.act_fn(mixer.qkv_proj(hidden_states))
-    qkv = qkv.reshape(*hidden_states.shape[:2], -1, 3 * mixer.head_dim)
+    qkv = qkv.unflatten(2, (-1, 3 * mixer.head_dim))
 
     def kernel(*tensors: Tensor, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
         q, k, v, slopes = tensors
@@ -56,13 +56,11 @@ def decayed_attention(
     """
     wide = torch.promote_types(v.dtype, torch.float32)
     state = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3], dtype=wide)
-    state, outs = state if initial_state is None else initial_state, []
+    state, slope, outs = state if initial_state is None else initial_state, slopes.to(wide)[:, None, None], []
     for q_i, k_i, v_i in zip(*(t.transpose(1, 2).to(wide).split(block, 2) for t in (q, k, v))):
-        at = torch.arange(1, q_i.shape[2] + 1, device=q.device, dtype=wide)
-        slope = slopes.to(wide)[:, None, None]
-        since = torch.where(at[:, None] < at, float("inf"), at[:, None] - at)  # no token sees later ones
-        inside = (q_i @ k_i.transpose(2, 3)) * (-slope * since).exp()
-        outs.append(inside @ v_i + q_i * (-slope * at[:, None]).exp() @ state)
-        ends = k_i * (-slope * (len(at) - at)[:, None]).exp()
-        state = state * (-slope * len(at)).exp() + ends.transpose(2, 3) @ v_i
+        at = torch.arange(1, q_i.shape[2] + 1, device=q.device, dtype=wide)[:, None]
+        inside = (q_i @ k_i.mT) * (slope * (at.mT - at)).exp().tril()  # no token sees later ones
+        outs.append(inside @ v_i + q_i * (-slope * at).exp() @ state)
+        ends = k_i * (slope * (at - len(at))).exp()
+        state = state * (-slope * len(at)).exp() + ends.mT @ v_i
     return torch.cat(outs, 2).transpose(1, 2).to(v.dtype), state

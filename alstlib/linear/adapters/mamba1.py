@@ -77,8 +77,7 @@ class SelectiveScan(StateRule):
 
 
 class Mamba1(Adapter):
-    family, fused = "Mamba-1", "mamba_inner_fn"
-    recurrence, one_token = "mamba_selective_scan", "mamba_selective_state_update"
+    family, recurrence = "Mamba-1", "mamba_selective_scan"
 
     @staticmethod
     def mix(
@@ -98,5 +97,6 @@ class Mamba1(Adapter):
 
         tokens, weights = [t.transpose(1, 2) for t in (hidden_states, dt, B, C)], in_order((A, D, delta_bias))
         rule = SelectiveScan(scan, delta_softplus, part.hands_on)
-        out = part.run((*tokens, *weights), functools.partial(pass_state, rule, tokens, weights, part.exchange))
+        over = functools.partial(pass_state, rule, tokens, weights)
+        out = part.run((*tokens, *weights), over)
         return out.transpose(1, 2) * nn.functional.silu(z)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from alstlib.linear.adapter import Adapter, LayerPart, in_order, takes
-from alstlib.linear.documents import PackedDocuments
 from alstlib.linear.rule import StateRule
 
 
 class Mamba2(Adapter):
-    family, fused = "Mamba-2", "mamba2_split_conv1d_scan_combined"
-    recurrence, one_token = "mamba2_chunk_scan", "mamba2_selective_state_update"
+    family, recurrence = "Mamba-2", "mamba2_chunk_scan"
 
     @staticmethod
     def mix(
@@ -23,18 +21,19 @@ class Mamba2(Adapter):
         chunk_size: int, D: Tensor, dt_bias: Tensor, dt_softplus: bool = False,
         dt_limit: tuple[float, float] = (0.0, float("inf")), **_: Any,
     ) -> Tensor:  # fmt: skip
-        def run(tensors: Sequence[Tensor], **how: Any) -> Any:
-            x, dt, B, C, A, D, dt_bias = tensors
+        def run(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, D: Tensor, dt_bias: Tensor, **how: Any) -> Any:
             return theirs(
-                x, dt, A, B, C, chunk_size=chunk_size, D=D, z=None, dt_bias=dt_bias, dt_softplus=dt_softplus,
+                x, dt, A, B, C, chunk_size=chunk_size, D=D, dt_bias=dt_bias, dt_softplus=dt_softplus,
                 dt_limit=dt_limit, **how,
             )  # fmt: skip
 
         def kernel(*tensors: Tensor, initial_state: Tensor | None) -> Any:
-            return run(tensors, initial_states=initial_state, return_final_states=True)
+            return run(*tensors, initial_states=initial_state, return_final_states=True)
 
-        def packed(*tensors: Tensor, documents: PackedDocuments) -> Tensor:
-            return run(tensors, initial_states=None, return_final_states=False, seq_idx=documents.index)
+        def packed(*tensors: Tensor, offsets: Tensor) -> Tensor:
+            rows = tensors[0].shape[1]
+            document = torch.arange(len(offsets) - 1, dtype=torch.int32, device=offsets.device)
+            return run(*tensors, seq_idx=document.repeat_interleave(offsets.diff(), output_size=rows)[None])
 
         def decay(*tensors: Tensor) -> Tensor:
             _, dt, _, _, A, _, dt_bias = tensors
