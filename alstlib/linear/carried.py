@@ -84,7 +84,7 @@ class _EndState:
         """The tensor, on the device."""
         if self.tensor is None or self.courier is None:
             return self.tensor
-        return self.courier.fetch(self.tensor, after=self.sent).get()[0]
+        return self.courier.fetch(self.tensor, after=self.sent)()[0]
 
 
 class _Begins(torch.autograd.Function):

@@ -126,7 +126,7 @@ class LayerPages:
         coming = self._fetch(order[0], sums)
         for i, index in enumerate(order):
             now, coming = coming, self._fetch(order[i + 1], sums) if i + 1 < len(order) else None
-            page, arrived = self.held[index], [] if now is None else now.get()
+            page, arrived = self.held[index], [] if now is None else now()
             keys = page.device or arrived[:2]
             if sums and not page.sums:
                 page.sums = arrived[len(arrived) - 2 :] if page.host_sums else self._no_sums(index, keys)
