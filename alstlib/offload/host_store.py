@@ -276,6 +276,6 @@ class HostStore:
 def _check(nbytes: int, room: int) -> None:
     if nbytes > room:
         raise HostOutOfMemory(
-            f"offload needs {nbytes:,} bytes of host memory for this rank, and {room:,} are left; use a shorter sequence, "
-            "more ranks, a larger host_memory, or offload=False"
+            f"offload needs {nbytes:,} bytes of host memory for this rank, and {room:,} are left; use a shorter "
+            "sequence, more ranks, a larger host_memory, or offload=False"
         )
