@@ -256,7 +256,7 @@ class TiledModule(nn.Module):
     def forward(self, x: Tensor) -> Any:
         if x.ndim > 2:
             return self.tiled(x)
-        first, *further = tensors_of(self.tiled(x[None]))  # [B * S, E]
+        first, *further = tensors_of(self.forward(x[None]))  # [B * S, E]
         return (first[0], *further) if further else first[0]
 
     def tiled(self, x: Tensor) -> Any:

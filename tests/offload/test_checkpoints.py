@@ -2,10 +2,8 @@
 
 import gc
 import mmap
-import re
 import sys
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -196,31 +194,22 @@ def test_no_reference_cycle_keeps_a_step_alive(kind, options):
 # ----- slabs of host memory
 
 
-def mapping_of(slab):
-    """What /proc/self/smaps says of a slab's mapping, its first line first."""
-    found, here = [], False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if header := re.match(r"([0-9a-f]{6,})-([0-9a-f]+) ", line):
-            here = int(header[1], 16) <= slab.bytes.data_ptr() < int(header[2], 16)
-        found += [line] * here
-    return found
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems know no such advice")
 def test_slabs_are_private_in_huge_pages_and_not_forked(monkeypatch):
     asked = []
 
     class Mapped(mmap.mmap):
+        def __new__(cls, fileno, length, flags):
+            asked.append(bool(flags & mmap.MAP_PRIVATE))
+            return super().__new__(cls, fileno, length, flags=flags)
+
         def madvise(self, advice, *rest):
             asked.append(advice)
             super().madvise(advice, *rest)
 
     monkeypatch.setattr(mmap, "mmap", Mapped)
-    slab = host_store._Slab(5 * 2**20, None)
-    about = mapping_of(slab)
-    assert " rw-p " in about[0]
-    assert "dc" in next(line for line in about if line.startswith("VmFlags")).split()  # a fork does not copy it
-    assert asked == [mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK]
+    host_store._Slab(5 * 2**20, None)
+    assert asked == [True, mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK]
 
 
 def test_pinned_slabs_wait_before_they_go(monkeypatch):
@@ -263,29 +252,6 @@ def test_tensors_come_back_with_their_strides(mode):
 
 
 # ----- on a GPU
-
-
-@pytest.mark.gpu
-def test_async_offload_is_exact_on_a_gpu():
-    """Three steps of a 6-layer chain, bit for bit those of no offload."""
-    results = {}
-    for mode in MODES:
-        store = HostStore(mode)  # type: ignore[arg-type]
-        torch.manual_seed(0)
-        layers = [nn.Linear(256, 256, device="cuda") for _ in range(6)]
-        grads = []
-        for seed in range(3):
-            x = torch.randn(4096, 256, device="cuda", generator=torch.Generator("cuda").manual_seed(seed))
-            y = x.requires_grad_()
-            for layer in layers:
-                y = checkpoint(lambda t, layer=layer: t + layer(t).tanh(), y, store=store)
-            y.square().mean().backward()
-            grads += [x.grad.clone(), *(layer.weight.grad.clone() for layer in layers)]
-        results[mode] = grads
-        assert store.nbytes == (0 if mode == "none" else 6 * 4096 * 256 * 4)
-        assert all(slab.bytes.is_pinned() for slab in store.free)
-    for mode in ("sync", "async"):
-        assert all(torch.equal(a, b) for a, b in zip(results[mode], results["none"]))
 
 
 @pytest.mark.gpu
