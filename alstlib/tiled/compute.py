@@ -211,16 +211,12 @@ def tiled_compute(
     return _TiledCompute.apply(work, tuple(along), x, *get())
 
 
-def adopt(new: nn.Module, old: nn.Module) -> None:
-    """Make `new` own what `old` owns, under the same names: parameter names, state dicts and wrappers stay as they
-    were. The dictionaries are shared, so that a weight replaced in one is replaced in the other."""
-    for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-        new.__dict__[name] = old.__dict__[name]
-    new.__dict__["inner"] = old  # not a child: its children are ours already
-
-
 class TiledModule(nn.Module):
-    """Base of modules that stand in for another of the same names and run it tile by tile. `inner` is the original."""
+    """Base of modules that stand in for another and run it tile by tile. `inner` is the original.
+
+    A stand-in owns what the original owns, under the same names: parameter names, state dicts and wrappers stay as they
+    were. The dictionaries are shared, so that a weight replaced in one is replaced in the other.
+    """
 
     inner: nn.Module
     travel: Callable[[], Travel | None] = staticmethod(lambda: None)
@@ -228,7 +224,9 @@ class TiledModule(nn.Module):
 
     def __init__(self, inner: nn.Module, tile: int | None = None) -> None:
         nn.Module.__init__(self)  # a class of ours may be one of the original's too, which needs more
-        adopt(self, inner)
+        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[name] = inner.__dict__[name]
+        self.__dict__["inner"] = inner  # not a child: its children are ours already
         # DeepSpeed ZeRO-3 gathers the weights of a leaf once around forward and once around backward. A module without
         # children is gathered so anyway, and a leaf's gradients are sent when its own backward ends, which is too early
         # for a weight that another module uses too

@@ -54,52 +54,6 @@ class _TiledLoss(torch.autograd.Function):
         return None, None, *found.grads(upstream)
 
 
-def tiled_logits_loss(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, tile: int | None = None,
-    transform: LogitTransform | None = None, travel: Travel | None = None,
-    statistics: Statistics | None = None, label_smoothing: float = 0.0,
-) -> Tensor:  # fmt: skip
-    """The sum of the cross-entropy over the valid tokens, computed tile by tile: the logits of the whole sequence never
-    exist (ALST, section 3.1).
-
-    Args:
-        hidden: [..., E], the input of the head.
-        weight, bias: [V, E] and [V], the parameters of the head.
-        labels: [...] int64, already shifted; -100 marks a token without loss.
-        tile: the number of tokens in one tile; None chooses it by `compute.default_tile`.
-        transform: the scale and the soft cap of the logits.
-        travel: says that `hidden` and its gradient are on the host, from where tiles are copied to the device; None:
-            they are on the device.
-        statistics: receives the entropy of each token and whether its label has the largest logit.
-        label_smoothing: as in PyTorch's cross_entropy.
-
-    Returns:
-        A scalar in fp32 (or wider), in nats. It is a sum: divide it by the number of valid tokens of the whole batch.
-
-    Raises:
-        ValueError: the shape of labels is not that of hidden without its width, or a label is outside the vocabulary
-            (checked on a CPU).
-    """
-    hidden, call = _called(hidden, weight, labels, tile, transform, travel, statistics, label_smoothing)
-    return _TiledLoss.apply(call, torch.is_grad_enabled(), hidden, weight, bias)
-
-
-def _called(
-    hidden: Tensor, weight: Tensor, labels: Tensor, tile: int | None, transform: LogitTransform | None,
-    travel: Travel | None, statistics: Statistics | None, smoothing: float = 0.0,
-) -> tuple[Tensor, HeadCall]:  # fmt: skip
-    """A call of a head whose labels are checked, and hidden states in autocast's precision."""
-    check_labels(labels, hidden, weight.shape[0])
-    kind, dtype = labels.device.type, weight.dtype
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        hidden = hidden.to(dtype)
-    tile = default_tile(weight.shape[0], 4, labels.device) if tile is None else check_tile(tile)
-    if statistics is not None:
-        statistics.begin(labels, torch.promote_types(hidden.dtype, torch.float32))
-    return hidden, HeadCall(labels, tile, dtype, transform or LogitTransform(), travel, statistics, smoothing)
-
-
 class _TiledLogps(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: HeadCall, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -121,33 +75,55 @@ class _TiledLogps(torch.autograd.Function):
         return None, *found.grads()
 
 
-def tiled_token_logps(
+def tiled_logits_loss(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, tile: int | None = None,
-    transform: LogitTransform | None = None, temperature: float = 1.0, travel: Travel | None = None,
-    statistics: Statistics | None = None,
+    transform: LogitTransform | None = None, travel: Travel | None = None,
+    statistics: Statistics | None = None, label_smoothing: float = 0.0, temperature: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """The log-probability of each label, computed in tiles: for losses that give each token a weight (DPO, GRPO).
+    """The sum of the cross-entropy over the valid tokens, computed tile by tile: the logits of the whole sequence never
+    exist (ALST, section 3.1). With a temperature, the log-probability of each label, for losses that give each token a
+    weight (DPO, GRPO).
 
-    Each token may have an upstream gradient of its own, so backward makes the logits of each tile again: one matrix
-    product more than `tiled_logits_loss`. With 32,768 tokens at the head of Llama-3.1-8B in bf16 (E 4,096, V 128,256)
-    and tiles of 1,024 tokens, forward takes 0.7 GiB and backward 3.9 GiB, of which 2.2 GiB are the gradients;
-    log_softmax over whole logits takes 47 GiB (the ledger's peaks over fake tensors).
+    Then each token may have an upstream gradient of its own, so backward makes the logits of each tile again: one
+    matrix product more. With 32,768 tokens at the head of Llama-3.1-8B in bf16 (E 4,096, V 128,256) and tiles of 1,024
+    tokens, forward takes 0.7 GiB and backward 3.9 GiB, of which 2.2 GiB are the gradients; log_softmax over whole
+    logits takes 47 GiB (the ledger's peaks over fake tensors).
 
     Args:
-        hidden, weight, labels, bias, tile, transform, travel, statistics: as `tiled_logits_loss` takes them.
+        hidden: [..., E], the input of the head.
+        weight, bias: [V, E] and [V], the parameters of the head.
+        labels: [...] int64, already shifted; -100 marks a token without loss.
+        tile: the number of tokens in one tile; None chooses it by `compute.default_tile`.
+        transform: the scale and the soft cap of the logits.
+        travel: says that `hidden` and its gradient are on the host, from where tiles are copied to the device; None:
+            they are on the device.
+        statistics: receives the entropy of each token and whether its label has the largest logit.
+        label_smoothing: as in PyTorch's cross_entropy.
         temperature: the number by which the logits are divided, after the transform.
 
     Returns:
-        A tensor of labels' shape in fp32 (or wider), in nats; 0 where the label is -100.
+        A scalar in fp32 (or wider), in nats. It is a sum: divide it by the number of valid tokens of the whole batch.
+        With a temperature, a tensor of labels' shape, 0 where the label is -100.
 
     Raises:
-        ValueError: as `tiled_logits_loss`; the temperature is not above 0.
+        ValueError: the shape of labels is not that of hidden without its width, or a label is outside the vocabulary
+            (checked on a CPU); the temperature is not above 0.
     """
-    if not temperature > 0:
+    if temperature is not None and not temperature > 0:
         raise ValueError(f"temperature={temperature!r} must be above 0; 1.0 leaves the logits as they are")
-    transform = (transform or LogitTransform()).at(temperature)
-    hidden, call = _called(hidden, weight, labels, tile, transform, travel, statistics)
-    return _TiledLogps.apply(call, hidden, weight, bias)
+    check_labels(labels, hidden, weight.shape[0])
+    kind, dtype = labels.device.type, weight.dtype
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        hidden = hidden.to(dtype)
+    if statistics is not None:
+        statistics.begin(labels, torch.promote_types(hidden.dtype, torch.float32))
+    tile = default_tile(weight.shape[0], 4, labels.device) if tile is None else check_tile(tile)
+    transform = (transform or LogitTransform()).at(temperature or 1.0)
+    call = HeadCall(labels, tile, dtype, transform, travel, statistics, label_smoothing)
+    if temperature is not None:
+        return _TiledLogps.apply(call, hidden, weight, bias)
+    return _TiledLoss.apply(call, torch.is_grad_enabled(), hidden, weight, bias)
 
 
 Look = Callable[[Tensor], Any]
@@ -188,13 +164,10 @@ class TiledHead(TiledModule):
             transform = self.transform.at(temperature or 1.0)
             logps = self._through_module(hidden, labels, transform, statistics, smoothing)
             return -logps.sum() if temperature is None else logps
-        given: Any = {
-            "bias": head.bias, "tile": self.tile, "transform": self.transform, "travel": self.travel(),
-            "statistics": statistics,
-        }  # fmt: skip
-        if temperature is not None:
-            return tiled_token_logps(hidden, head.weight, labels, temperature=temperature, **given)
-        return tiled_logits_loss(hidden, head.weight, labels, label_smoothing=smoothing, **given)
+        return tiled_logits_loss(
+            hidden, head.weight, labels, bias=head.bias, tile=self.tile, transform=self.transform, travel=self.travel(),
+            statistics=statistics, label_smoothing=smoothing, temperature=temperature,
+        )  # fmt: skip
 
     @torch.no_grad()
     def _show(self, hidden: Tensor, labels: Tensor, look: Look) -> None:

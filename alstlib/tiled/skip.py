@@ -115,7 +115,7 @@ def find_followers(
 
     def note(mlp: Any, args: tuple[Any, ...], out: Any) -> None:
         first, *further = tensors_of(out)
-        if not further and out.ndim == 3 and out.dtype == args[0].dtype:
+        if not further and first.ndim == 3 and first.dtype == args[0].dtype:
             made[mlp] = Values(first)
         reads.watched += [(mlp, Values(t)) for t in further]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from alstlib import reference
 from alstlib.offload.ledger import Ledger
 from alstlib.tiled.logits import LogitTransform, Statistics
-from alstlib.tiled.loss import TiledHead, tiled_logits_loss, tiled_token_logps
+from alstlib.tiled.loss import TiledHead, tiled_logits_loss
 
 pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
 
@@ -42,7 +42,7 @@ def inputs_of(*shape, bias=False, layout=Tensor.clone):
 
 Kind = tuple[Callable[..., Tensor], Callable[..., Tensor], dict[str, float]]
 LOSS = (reference.logits_loss, tiled_logits_loss, {})
-LOGPS = (reference.token_logps, tiled_token_logps, {})
+LOGPS = (reference.token_logps, functools.partial(tiled_logits_loss, temperature=1.0), {})
 BOTH = pytest.mark.parametrize("kind", [LOSS, LOGPS], ids=["loss", "logps"])
 """The oracle and the operator: the loss, and the log-probability of each label."""
 PLAIN, ALL = TRANSFORMS["plain"], TRANSFORMS["both"]
