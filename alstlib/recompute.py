@@ -238,7 +238,9 @@ class GradientSums:
             # copied before anything is added to it: a gradient may be a view of the caller's or of another
             self.sums[i] = g.to(wide, copy=not last) if total is None else total.add_(g)
 
-    def done(self) -> list[Tensor | None]:
-        """The sums, in the precision of the parameters; None for a parameter that has got no gradient."""
-        sums, self.sums = self.sums, []
-        return [s if s is None else s.to(p.dtype) for s, p in zip(sums, self.params)]
+    def done(self, needs: Sequence[bool] = ()) -> list[Tensor | None]:
+        """The sums, in the precision of the parameters; None for a parameter that has got no gradient, and for those
+        that need none, where `needs` says so of all."""
+        sums = iter([s if s is None else s.to(p.dtype) for s, p in zip(self.sums, self.params)])
+        self.sums = []
+        return [next(sums) if need else None for need in needs] or list(sums)

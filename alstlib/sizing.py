@@ -112,77 +112,45 @@ def _job_has(env: Mapping[str, str]) -> Iterator[int]:
             yield int(each) * int(many) * 2**20
 
 
-def share_host(
-    room: int, layers: int, input_bytes: int, output_bytes: int, save: bool | str, attending: int | None = None
-) -> tuple[int, int]:
-    """How `room` bytes of host memory are used: inputs are kept every k layers, k the smallest that fits; attention
-    outputs of all layers with `save` True, of none with False, and with `auto` of as many as fit with the inputs.
+def kept_on_host(
+    room: int, layers: int, input_bytes: int, output_bytes: int, save: bool | str, *, streamed: bool = False,
+    travels: bool = False, tables: int = 0, pages: int = 0, attending: int | None = None,
+) -> tuple[int, int, int]:  # fmt: skip
+    """How a forward uses `room` bytes of host memory: inputs are kept every k layers, k the smallest that fits;
+    attention outputs of all layers with `save` True, of none with False, and with `auto` of as many as fit beside the
+    inputs.
+
+    Where hidden states of chunks lie there (`travels`), three tensors of an input's size are there beside the inputs at
+    the loss (the last output, the norm's and a gradient), and in a layer's backward the k - 1 inputs that are made
+    again, two gradients and the pages.
 
     Args:
+        streamed: the layers run in row chunks.
+        tables: bytes for all layers beside hidden states that travel.
+        pages: bytes of one layer's keys and values there, with the sums of their gradients.
         attending: layers that have attention outputs; None: all.
 
     Returns:
-        (k, layers whose outputs are kept). Where nothing fits, the k that needs least.
-    """
-    attending = layers if attending is None else attending
-    outputs = attending if save is True else 0
-    kept = [-(-layers // k) for k in range(1, layers + 1)]
-    fits = (k for k, n in enumerate(kept, 1) if n * input_bytes + outputs * output_bytes <= room)
-    every = next(fits, layers)
-    if save == "auto":
-        outputs = max(0, min(attending, (room - kept[every - 1] * input_bytes) // output_bytes))
-    return every, outputs
-
-
-def share_travelling(
-    room: int, layers: int, input_bytes: int, output_bytes: int, save: bool | str, tables: int = 0, pages: int = 0,
-    attending: int | None = None,
-) -> tuple[int, int, int]:  # fmt: skip
-    """`share_host` for streamed layers whose hidden states lie on the host, beside `tables` for all layers and the
-    `pages` of one layer's keys and values.
-
-    Beside one layer's input in k, three tensors of its size are there at the loss (the last output, the norm's and a
-    gradient), and in a layer's backward the k - 1 inputs that are made again, two gradients and the pages.
-
-    Returns:
-        (k, layers whose outputs are kept, bytes of what must be there: all but outputs that `auto` keeps).
+        (k, layers whose outputs are kept, bytes of what must be there: all but outputs that `auto` keeps). Where
+        nothing fits, the k that needs least.
     """
     attending = layers if attending is None else attending
     outputs = attending if save is True else 0
 
     def needed(k: int) -> int:
-        inputs = -(-layers // k)
-        most = max((inputs + 3) * input_bytes, (inputs + k + 1) * input_bytes + pages)
-        return most + tables + outputs * output_bytes
+        inputs, kept = -(-layers // k), outputs * output_bytes
+        if travels:
+            return max((inputs + 3) * input_bytes, (inputs + k + 1) * input_bytes + pages) + tables + kept
+        return inputs * input_bytes + pages + kept
 
-    every = next((k for k in range(1, layers + 1) if needed(k) <= room), min(range(1, layers + 1), key=needed))
+    ways = range(1, layers + 1)
+    every = next((k for k in ways if needed(k) <= room), min(ways, key=needed))
+    if streamed and not travels and every > 1:  # layers whose inputs lie on the device
+        return 1, outputs, needed(1)
     needs = needed(every)
     if save == "auto":
         outputs = max(0, min(attending, (room - needs) // output_bytes))
     return every, outputs, needs
-
-
-def kept_on_host(
-    room: int, layers: int, input_bytes: int, output_bytes: int, save: bool | str, *, streamed: bool = False,
-    travels: bool = False, tables: int = 0, pages: int = 0, attending: int | None = None,
-) -> tuple[int, int, int]:  # fmt: skip
-    """What a forward keeps on the host (`share_host`, or `share_travelling` where hidden states of chunks lie there).
-
-    Args:
-        streamed: the layers run in row chunks.
-        travels: their hidden states lie on the host, beside `tables`.
-        pages: bytes of keys and values there, with the sums of their gradients.
-        attending: layers that have attention outputs; None: all.
-
-    Returns:
-        (k, layers whose outputs are kept, bytes of what must be there: all but outputs that `auto` keeps).
-    """
-    if travels:
-        return share_travelling(room, layers, input_bytes, output_bytes, save, tables, pages, attending)
-    every, outputs = share_host(room - pages, layers, input_bytes, output_bytes, save, attending)
-    if streamed and every > 1:  # layers whose inputs lie on the device
-        every, outputs = 1, outputs if save is True else 0
-    return every, outputs, -(-layers // every) * input_bytes + pages + (outputs * output_bytes if save is True else 0)
 
 
 def keys_leave(keys: int, free: int, lacking: int) -> tuple[int, int, int]:

@@ -9,7 +9,6 @@ is named by its values, so that `pytest tests/test_matrix.py -k "gemma2 and zero
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import random
 from collections.abc import Callable
@@ -26,9 +25,10 @@ from torch import nn
 from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridPreTrainedModel
 
 import alstlib
-from alstlib import sizing
 from alstlib.data.loader import SPDataLoader
+from alstlib.hf import memory_plan
 from alstlib.measure.verify import in_full
+from alstlib.sizing import kept_on_host
 
 EXACT = {torch.float64: (1e-10, 1e-10), torch.float32: (1e-6, 1e-5)}
 """Largest error of the loss, relative to it, and of a gradient, relative to its norm. DeepSpeed trains in fp32."""
@@ -331,10 +331,7 @@ def backward(engine, batch, kind, block, last):
 @contextlib.contextmanager
 def full_host():
     """What a forward keeps on the host is decided as if the host had no room: few layers keep their inputs."""
-    with contextlib.ExitStack() as stack:
-        for share in (sizing.share_host, sizing.share_travelling):
-            without = functools.partial(lambda share, room, *more, **how: share(0, *more, **how), share)
-            stack.enter_context(mock.patch.object(sizing, share.__name__, without))
+    with mock.patch.object(memory_plan, "kept_on_host", lambda room, *how, **more: kept_on_host(0, *how, **more)):
         yield
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -50,6 +51,8 @@ PARTS: dict[str, tuple[str, tuple[str, ...]]] = {
 """What each part of the course highlights: in words, and the elements of the picture."""
 
 _LEFT, _WIDTH, _GAP = 2.0, 1.16, 0.1  # of the ranks' columns, in inches
+_CELL = _WIDTH / RANKS
+_HEADING: Any = {"fontsize": 9, "fontweight": "bold", "va": "center"}
 _ROWS: dict[str, tuple[float, float, str, str, str]] = {
     "data": (0.95, 0.36, "Data adapter", "shifts the labels,\nthen cuts samples", "ids, labels and\npositions: [s/P]"),
     "input": (1.56, 0.32, "Input of a layer", "first, the embedding", "hidden states:\n[s/P, d]"),
@@ -88,21 +91,13 @@ def draw_layer(part: str = "") -> Figure:
     axes.set(xlim=(0, 10), ylim=(7.55, 0))
     axes.axis("off")
     pen = _Pen(axes, bright)
-    axes.text(
-        0.35,
-        0.3,
-        f"One transformer layer under ALST on P = {RANKS} ranks",
-        fontsize=12.5,
-        fontweight="bold",
-        va="center",
-    )
-    axes.text(0.35, 0.58, under, fontsize=10.5, color=PALETTE[5], fontweight="bold", va="center")
-    _frames(pen)
+    title: Any = {"fontweight": "bold", "va": "center"}
+    axes.text(0.35, 0.3, f"One transformer layer under ALST on P = {RANKS} ranks", fontsize=12.5, **title)
+    axes.text(0.35, 0.58, under, fontsize=10.5, color=PALETTE[5], **title)
+    _frames(axes)
     for row, (top, height, name, does, holds) in _ROWS.items():
-        group = "exchange" if row == "back" else row
-        middle = top + height / 2
-        lines = 1 + does.count("\n")
-        pen.text(group, 0.45, middle - 0.075 * lines, name, ha="left", fontsize=9, fontweight="bold")
+        group, middle = "exchange" if row == "back" else row, top + height / 2
+        pen.text(group, 0.45, middle - 0.075 * (1 + does.count("\n")), name, ha="left", fontsize=9, fontweight="bold")
         pen.text(group, 0.45, middle + 0.085, does, ha="left")
         pen.text(group, 7.13, middle, holds, ha="left")
     _ranks(pen)
@@ -127,25 +122,22 @@ class _Pen:
         return color if group in self.bright else "#808080"
 
     def box(
-        self,
-        group: str,
-        x: float,
-        y: float,
-        width: float,
-        height: float,
-        color: str,
-        text: str = "",
+        self, group: str, at: tuple[float, float], width: float, height: float, color: str, text: str = "",
         tint: float = 0.45,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """A box whose `color` is mixed with white: `tint` is the colour's share."""
         on = group in self.bright
         share = tint if on else 0.12
         mixed = tuple(share * c + 1 - share for c in to_rgb(color))
-        self.axes.add_patch(
-            plt.Rectangle((x, y), width, height, facecolor=mixed, edgecolor=color if on else "#d9d9d9", linewidth=1)
-        )
+        look: Any = {"facecolor": mixed, "edgecolor": color if on else "#d9d9d9", "linewidth": 1}
+        self.axes.add_patch(plt.Rectangle(at, width, height, **look))
         if text:
-            self.text(group, x + width / 2, y + height / 2, text)
+            self.text(group, at[0] + width / 2, at[1] + height / 2, text)
+
+    def row(self, row: str, x: float, width: float, color: str, text: str = "", tint: float = 0.45) -> None:
+        """A box as high as its row."""
+        top, height = _ROWS[row][:2]
+        self.box(row, (x, top), width, height, color, text, tint)
 
     def text(
         self, group: str, x: float, y: float, text: str, *, fontsize: float = 8, ha: str = "center", **look: Any
@@ -161,67 +153,53 @@ class _Pen:
         self.axes.annotate("", end, start, arrowprops=look)
 
 
-def _left(rank: int) -> float:
-    return _LEFT + rank * (_WIDTH + _GAP)
-
-
-def _cell(rank: int, j: int) -> tuple[float, float]:
-    """Left edge and width of the j-th of four cells in a rank's box."""
-    return _left(rank) + j * _WIDTH / RANKS, _WIDTH / RANKS
+def _left(rank: int, part: int = 0) -> float:
+    """Left edge of a rank's column, or of one of the four cells in a rank's box."""
+    return _LEFT + rank * (_WIDTH + _GAP) + part * _CELL
 
 
 def _ranks(pen: _Pen) -> None:
     """The boxes of every rank, row by row."""
+    grey, (attention, height) = "#666666", _ROWS["attention"][:2]
     for rank in range(RANKS):
         left, color = _left(rank), PALETTE[rank]
-        pen.axes.text(left + _WIDTH / 2, 0.84, f"rank {rank}", fontsize=9, fontweight="bold", ha="center", va="center")
-        for row, text in (("data", f"slice s{rank}"), ("input", f"s{rank}"), ("sum", "")):
-            top, height = _ROWS[row][:2]
-            if row != "sum":
-                pen.box(row, left, top, _WIDTH, height, color, text)
+        pen.axes.text(left + _WIDTH / 2, 0.84, f"rank {rank}", ha="center", **_HEADING)
+        pen.row("data", left, _WIDTH, color, f"slice s{rank}")
+        pen.row("input", left, _WIDTH, color, f"s{rank}")
         for j in range(RANKS):
-            x, width = _cell(rank, j)
             for row in ("project", "output"):
-                pen.box(row, x, _ROWS[row][0], width, _ROWS[row][1], color, f"H{j}")
-            pen.box("attention", x, _ROWS["attention"][0], width, 0.3, PALETTE[j], f"s{j}")
-        top, height = _ROWS["attention"][:2]
-        pen.box("attention", left, top + 0.3, _WIDTH, height - 0.3, "#666666", f"heads H{rank} only", 0.15)
+                pen.row(row, _left(rank, j), _CELL, color, f"H{j}")
+            pen.box("attention", (_left(rank, j), attention), _CELL, 0.3, PALETTE[j], f"s{j}")
+        pen.box("attention", (left, attention + 0.3), _WIDTH, height - 0.3, grey, f"heads H{rank} only", 0.15)
         for row in ("mlp", "loss"):
-            top, height = _ROWS[row][:2]
-            pen.box(row, left, top, _WIDTH, height, color, tint=0.15)
-            x, width = _cell(rank, 1)
-            pen.box(row, x, top, width, height, color, "tile", tint=0.75)
-        top, height = _ROWS["states"][:2]
-        pen.box("states", left, top, _WIDTH, height, "#666666", f"part {rank} of {RANKS}", 0.2)
-    top, height = _ROWS["sum"][:2]
-    pen.box("sum", _LEFT, top, RANKS * (_WIDTH + _GAP) - _GAP, height, "#666666", "all-reduce", 0.2)
-    for row, down in (("exchange", True), ("back", False)):
+            pen.row(row, left, _WIDTH, color, tint=0.15)
+            pen.row(row, _left(rank, 1), _CELL, color, "tile", tint=0.75)
+        pen.row("states", left, _WIDTH, grey, f"part {rank} of {RANKS}", 0.2)
+    pen.row("sum", _LEFT, RANKS * (_WIDTH + _GAP) - _GAP, grey, "all-reduce", 0.2)
+    for row in ("exchange", "back"):
         top, height = _ROWS[row][:2]
-        for i in range(RANKS):
-            for j in range(RANKS):  # slice i of the heads H_j goes from rank i to rank j, and back
-                before, after = (x + width / 2 for x, width in (_cell(i, j), _cell(j, i)))
-                ends = (before, after) if down else (after, before)
-                pen.line("exchange", ends, (top + 0.03, top + height - 0.03), PALETTE[i])
+        for i, j in itertools.product(range(RANKS), repeat=2):
+            # slice i of the heads H_j goes from rank i to rank j, and back
+            ends = _left(i, j) + _CELL / 2, _left(j, i) + _CELL / 2
+            ends = ends if row == "exchange" else ends[::-1]
+            pen.line("exchange", ends, (top + 0.03, top + height - 0.03), PALETTE[i])
 
 
-def _frames(pen: _Pen) -> None:
+def _frames(axes: Any) -> None:
     """Around a decoder layer and the host's memory, and the headings."""
-    heading: Any = {"fontsize": 9, "fontweight": "bold", "va": "center"}
-    pen.axes.text(7.13, 0.84, "each rank holds", ha="left", **heading)
-    pen.axes.text(9.17, 0.84, "host memory", ha="center", **heading)
-    pen.axes.add_patch(plt.Rectangle((8.42, 0.95), 1.5, 5.77, facecolor="#f6f6f6", edgecolor="#bbbbbb", linewidth=0.8))
-    frame: Any = {"fill": False, "edgecolor": "#777777", "linestyle": "--", "lw": 1}
-    pen.axes.add_patch(plt.Rectangle((0.34, 2.02), 7.94, 3.03, **frame))
-    pen.axes.text(7.13, 2.02, " decoder layer, x L ", va="center", fontsize=8, backgroundcolor="white")
+    axes.text(7.13, 0.84, "each rank holds", ha="left", **_HEADING)
+    axes.text(9.17, 0.84, "host memory", ha="center", **_HEADING)
+    axes.add_patch(plt.Rectangle((8.42, 0.95), 1.5, 5.77, facecolor="#f6f6f6", edgecolor="#bbbbbb", linewidth=0.8))
+    axes.add_patch(plt.Rectangle((0.34, 2.02), 7.94, 3.03, fill=False, edgecolor="#777777", linestyle="--", lw=1))
+    axes.text(7.13, 2.02, " decoder layer, x L ", va="center", fontsize=8, backgroundcolor="white")
 
 
 def _arrows(pen: _Pen) -> None:
     """From row to row of every rank, and the way back."""
     for upper, lower in (("data", "input"), ("input", "project"), ("output", "mlp"), ("mlp", "loss"), ("loss", "sum")):
-        start, end = sum(_ROWS[upper][:2]), _ROWS[lower][0]
         for rank in range(RANKS):
             x = _left(rank) + _WIDTH / 2
-            pen.arrow(lower, (x, start), (x, end))
+            pen.arrow(lower, (x, sum(_ROWS[upper][:2])), (x, _ROWS[lower][0]))
     pen.arrow("backward", (0.24, 5.96), (0.24, 1.6))
     pen.text("backward", 0.12, 3.78, "backward: each layer runs again from its input", rotation=90)
 
@@ -233,7 +211,7 @@ def _host(pen: _Pen) -> None:
         ("pages", 2.83, 0.84, "keys and values,\nin pages, of layers\nthat run in\nrow chunks"),
         ("host states", 6.03, 0.6, "Adam's states,\nand weights in fp32,\nif offloaded"),
     ):
-        pen.box(group, 8.5, top, 1.34, height, "#666666", text, 0.15)
+        pen.box(group, (8.5, top), 1.34, height, "#666666", text, 0.15)
     for group, y in (("checkpoints", 1.72), ("pages", 3.25), ("host states", 6.51)):
         pen.arrow(group, (8.12, y), (8.5, y), "<|-|>")
 

@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, Locator, MaxNLocator, NullLocator
 
-from alstlib.figures.lines import MANY, NAMED, PALETTE, apart, look, look_of_many, name_lines
+from alstlib.figures.lines import NAMED, PALETTE, apart, look, name_lines
 from alstlib.units import format_bytes, format_tokens
 
 PAGE = 8.5  # inches that JupyterLab has for an output on a laptop with its side bar open
@@ -38,7 +39,12 @@ def data_uri(figure: Figure, dpi: int) -> str:
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def _finish(figure: Figure) -> Figure:
+def _finish(figure: Figure, title: str = "", **labels: str) -> Figure:
+    """Name the first axes and what they show."""
+    axes: Any = figure.axes[0]
+    axes.set(**labels)
+    if title:
+        axes.set_title(title, loc="left")
     plt.close(figure)  # a notebook shows what a cell returns; an open figure would be shown twice
     return figure
 
@@ -137,17 +143,16 @@ def peaks(
         x, y = zip(*points)
         hollow = i == len(tried) - 1  # the last may lie on the one before it
         style = {"linestyle": ":", "markersize": 11, "fillstyle": "none"} if hollow else {"linewidth": 1.2}
-        axes.plot(x, [b / 2**20 for b in y], label=name, **{**style, **look_of_many(i, len(tried))})
+        axes.plot(x, [b / 2**20 for b in y], label=name, **{**style, **look(i)})
     if budget:
         axes.axhline(budget / 2**20, color="#666666", linestyle="--", linewidth=1)
         axes.text(0.6, budget / 2**20, "budget", ha="left", va="bottom", color="#666666", fontsize=8,
                   transform=axes.get_yaxis_transform())  # fmt: skip
     token_axis(axes.xaxis)
-    axes.set_ylabel(ylabel)
     if zero:
         axes.set_ylim(bottom=0)
-    name_lines(axes, list(tried))
-    return _finish(figure)
+    name_lines(axes)
+    return _finish(figure, ylabel=ylabel)
 
 
 def parity(losses: Mapping[str, Sequence[float]]) -> Figure:
@@ -180,11 +185,9 @@ def memory_curves(curves: Mapping[str, Sequence[int]], title: str = "") -> Figur
         y = [b / 2**20 for b in curve]
         label = f"{name}: peak {format_bytes(curve[peak])}"  # a number in the plot would lie on other lines
         axes.plot(x, y, linewidth=1.2, markevery=[peak], label=label, **look(i))
-    axes.set_xlabel("progress of each line [share of its allocations]")
-    axes.set_ylabel("live device memory [MiB]")
-    axes.set_title(title, loc="left")
     axes.legend(frameon=False)
-    return _finish(figure)
+    labels = {"xlabel": "progress of each line [share of its allocations]", "ylabel": "live device memory [MiB]"}
+    return _finish(figure, title, **labels)
 
 
 def _area(i: int) -> dict[str, Any]:
@@ -222,58 +225,48 @@ def blocks(
         cell: width and height of a cell in inches; narrower where the figure would be wider than a page (a page shows
             a wider one smaller, with its texts).
     """
-    heights = [len(row[0]) for row in panels]
-    widths = [len(matrix[0]) for matrix in panels[0]]
-    size = (
-        min(PAGE, sum(widths) * cell[0] + 0.35 * len(widths) + 1.3),
-        sum(heights) * cell[1] + 0.35 * len(heights) + 0.8,
-    )
-    figure, axes = _axes(*size, len(widths), len(heights), squeeze=False, height_ratios=heights, width_ratios=widths)
-    for i, row in enumerate(panels):
-        for j, matrix in enumerate(row):
-            ax = axes[i][j]
-            for y, line in enumerate(matrix):
-                for x, value in enumerate(line):
-                    color = PALETTE[value] if value >= 0 else "#f2f2f2"
-                    ax.add_patch(plt.Rectangle((x, y), 1, 1, facecolor=color, edgecolor="white", linewidth=1.5))
-                    if texts and texts[i][j][y][x] != "":
-                        look: Any = {"ha": "center", "va": "center", "fontsize": 8, "color": _ink(value)}
-                        ax.text(x + 0.5, y + 0.5, texts[i][j][y][x], **look)
-            ax.set(xlim=(0, widths[j]), ylim=(heights[i], 0), xticks=[], yticks=[])
-            ax.spines[:].set_visible(False)
-            if names and j == 0:
+    heights, widths = [len(row[0]) for row in panels], [len(matrix[0]) for matrix in panels[0]]
+    width = min(PAGE, sum(widths) * cell[0] + 0.35 * len(widths) + 1.3)
+    height = sum(heights) * cell[1] + 0.35 * len(heights) + 0.8
+    shares = {"height_ratios": heights, "width_ratios": widths}
+    figure, axes = _axes(width, height, len(widths), len(heights), squeeze=False, **shares)
+    for (i, j), ax in np.ndenumerate(axes):
+        for (y, x), value in np.ndenumerate(np.array(panels[i][j])):
+            color = PALETTE[value] if value >= 0 else "#f2f2f2"
+            ax.add_patch(plt.Rectangle((x, y), 1, 1, facecolor=color, edgecolor="white", linewidth=1.5))
+            if texts:
+                look: Any = {"ha": "center", "va": "center", "fontsize": 8, "color": _ink(value)}
+                ax.text(x + 0.5, y + 0.5, texts[i][j][y][x], **look)
+        ax.set(xlim=(0, widths[j]), ylim=(heights[i], 0), xticks=[], yticks=[])
+        ax.spines[:].set_visible(False)
+        ax.tick_params(length=0)
+        if j == 0:
+            ax.set_ylabel(rows[i], fontsize=10)
+            if names:
                 ax.set_yticks([y + 0.5 for y in range(heights[i])], names[i], fontsize=8)
-                ax.tick_params(length=0)
-            if i == 0:
-                ax.set_title(columns[j], fontsize=10)
-            if j == 0:
-                ax.set_ylabel(rows[i], fontsize=10)
-            if i == len(panels) - 1:
-                ax.set_xlabel(xlabel, fontsize=9)
-                if below:
-                    ax.set_xticks([x + 0.5 for x in range(widths[j])], below, fontsize=8)
-                    ax.tick_params(length=0)
-    patches = [plt.Rectangle((0, 0), 1, 1, facecolor=PALETTE[i]) for i in range(len(legend))]
-    if patches:
+        if i == 0:
+            ax.set_title(columns[j], fontsize=10)
+        if i == len(panels) - 1:
+            ax.set_xlabel(xlabel, fontsize=9)
+            if below:
+                ax.set_xticks([x + 0.5 for x in range(widths[j])], below, fontsize=8)
+    if legend:
+        patches = [plt.Rectangle((0, 0), 1, 1, facecolor=color) for color in PALETTE[: len(legend)]]
         figure.legend(patches, legend, loc="outside lower center", ncols=len(legend), frameon=False, fontsize=9)
     return _finish(figure)
 
 
-def degrees(series: Mapping[str, Mapping[int, float]], ylabel: str, title: str = "", log: bool = True) -> Figure:
+def degrees(series: Mapping[str, Mapping[int, float]], ylabel: str, title: str = "") -> Figure:
     """Quantities against the number of ranks that share a sample, one marked line for each name."""
     figure, axes = _axes(7, 3.8)
     draw_lines(axes, series)
     ticks = sorted({p for points in series.values() for p in points})
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [str(p) for p in ticks])
-    axes.set_xlabel("sequence-parallel degree [ranks]")
-    if log:
-        axes.set_yscale("log", base=2)
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-    axes.set_ylabel(ylabel)
-    axes.set_title(title, loc="left")
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
     axes.legend(frameon=False, fontsize=9)
-    return _finish(figure)
+    return _finish(figure, title, xlabel="sequence-parallel degree [ranks]", ylabel=ylabel)
 
 
 def versus(
@@ -285,11 +278,11 @@ def versus(
     figure, axes = _axes(7, 3.8)
     draw_lines(axes, series)
     ticks = sorted({x for points in series.values() for x in points})
-    axes.set_xscale(**({"value": "log", "base": 2} if ticks[0] > 0 else {"value": "linear"}))
+    if ticks[0] > 0:
+        axes.set_xscale("log", base=2)
     ticks = apart(ticks, ticks[0] > 0) if len(ticks) > NAMED else ticks
     axes.set_xticks(ticks, [format_tokens(round(x)) if x == round(x) else f"{x:g}" for x in ticks], fontsize=9)
     axes.minorticks_off()
-    axes.set(xlabel=xlabel, ylabel=ylabel)
     if log and ylabel.endswith("[tokens]"):
         axes.set_yscale("log", base=2)
         token_axis(axes.yaxis, ylabel)
@@ -298,18 +291,17 @@ def versus(
     else:
         axes.set_ylim(0, 1.08 * max(y for points in series.values() for y in points.values()))
     draw_marks(axes, marks, 0.97, 0.08)
-    axes.set_title(title, loc="left")
     if len(series) > 4:  # too many to lie between the lines
         figure.set_figwidth(9.5)
         legend_beside(axes, fontsize=9)
     elif len(series) > 1:
         axes.legend(frameon=False, fontsize=9)
-    return _finish(figure)
+    return _finish(figure, title, xlabel=xlabel, ylabel=ylabel)
 
 
 def stacked(
-    parts: Mapping[int, Mapping[str, float]], limit: float | None = None, title: str = "",
-    label: str = "device memory [GiB]", *, top: float | None = None, mark: int | None = None,
+    parts: Mapping[int, Mapping[str, float]], limit: float | None, title: str, *, top: float | None = None,
+    mark: int | None = None,
 ) -> Figure:  # fmt: skip
     """Memory by category against the sequence length (log2 axis): {tokens: {category: GiB}}; `limit` is a line, `top`
     the end of the axis, `mark` a length of note."""
@@ -322,43 +314,29 @@ def stacked(
         axes.text(lengths[0], limit, f" {limit:.1f} GiB that a GPU has", va="bottom", fontsize=8)
     axes.set_xscale("log", base=2)
     token_axis(axes.xaxis, "sequence length [tokens], logarithmic")
-    axes.set(ylabel=label, xlim=(lengths[0], lengths[-1]), ylim=(0, top))
+    axes.set(xlim=(lengths[0], lengths[-1]), ylim=(0, top))
     if mark is not None:
         axes.axvline(mark, color="black", linewidth=1)
-        axes.text(mark, 0.97, f" {_short(mark)} ", va="top", fontsize=9, fontweight="bold", rotation=0,
+        axes.text(mark, 0.97, f" {_short(mark)} ", va="top", fontsize=9, fontweight="bold",
                   ha="left" if mark < lengths[len(lengths) * 3 // 4] else "right", transform=axes.get_xaxis_transform(),
                   bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
-    axes.set_title(title, loc="left")
-    return _finish(figure)
+    return _finish(figure, title, ylabel="device memory [GiB]")
 
 
 def paired(
-    rows: Mapping[str, tuple[float, float]], names: tuple[str, str], xlabel: str, *, log: bool = True,
-    show: Callable[[float], str] = _short,
-) -> Figure:  # fmt: skip
-    """Two values a row, such as stated and predicted lengths, each with its number, as `show` writes it: points on a
-    log2 axis of tokens, where a bar's length would say nothing, or bars from zero where `log` is False."""
+    rows: Mapping[str, tuple[float, float]], names: tuple[str, str], xlabel: str, *, show: Callable[[float], str]
+) -> Figure:
+    """Two bars for each row, such as a measured and a predicted value, each with its number, as `show` writes it."""
     figure, axes = _axes(8, 0.62 * len(rows) + 1.1)
     for i, name in enumerate(names):
         values, y = [pair[i] for pair in rows.values()], [row + 0.2 * (2 * i - 1) for row in range(len(rows))]
-        if log:
-            axes.plot(values, y, linestyle="none", label=name, **look(i))
-            for x, at in zip(values, y):
-                axes.text(x, at, f"   {show(x)}", va="center", fontsize=8)
-            continue
         bars = axes.barh(y, values, 0.38, color=PALETTE[i], hatch=("", "//")[i], edgecolor="white", label=name)
         axes.bar_label(bars, [f" {show(x)}" for x in values], fontsize=8)
-    if log:
-        axes.set_xscale("log", base=2)
-        token_axis(axes.xaxis)
-        axes.grid(color="#e6e6e6")
-        axes.set_axisbelow(True)
     axes.set_yticks(range(len(rows)), list(rows))
-    axes.set_xlabel(xlabel)
     axes.margins(x=0.12)
     axes.invert_yaxis()
     axes.legend(frameon=False, fontsize=9, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
-    return _finish(figure)
+    return _finish(figure, xlabel=xlabel)
 
 
 def training(
@@ -368,20 +346,16 @@ def training(
     """Loss against the optimizer step: the first run as a line, others as hollow markers on it; `marks` names steps.
     With `evaluation`, its losses of some runs, all runs are lines, and evaluations have markers on dashed ones."""
     figure, axes = _axes(7, 3.6)
-    most = MANY // 2 if evaluation else MANY  # runs: each may have two lines
     for i, (name, points) in enumerate(runs.items()):
-        line, its = i == 0 or evaluation, look_of_many(i, len(runs), most)
+        line = i == 0 or evaluation
         style: Any = {"linewidth": 1.5, "marker": ""} if line else {"linestyle": "none", "fillstyle": "none"}
-        style = {} if len(runs) > most else style
-        axes.plot(list(points), list(points.values()), label=name, **{**its, **style})
-        dashed = {"linestyle": "--", "marker": its["marker"] or "."}
+        axes.plot(list(points), list(points.values()), label=name, **{**look(i), **style})
         if found := (evaluation or {}).get(name):
-            axes.plot(list(found), list(found.values()), label=f"{name}, evaluation", **{**its, **dashed})
+            axes.plot(list(found), list(found.values()), label=f"{name}, evaluation", linestyle="--", **look(i))
     draw_marks(axes, marks, 0.02)
-    axes.set(xlabel="optimizer step", ylabel="loss [nats per token]")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    name_lines(axes, list(runs), most)
-    return _finish(figure)
+    name_lines(axes)
+    return _finish(figure, xlabel="optimizer step", ylabel="loss [nats per token]")
 
 
 def bars(values: Mapping[str, float], xlabel: str, title: str = "") -> Figure:
@@ -390,8 +364,6 @@ def bars(values: Mapping[str, float], xlabel: str, title: str = "") -> Figure:
     for i, (name, value) in enumerate(values.items()):
         bar = axes.barh(name, value, color=PALETTE[i % len(PALETTE)], hatch=("", "//", "..")[i % 3], edgecolor="white")
         axes.bar_label(bar, [f" {value:,.1f}"], fontsize=9)
-    axes.set(xlabel=xlabel)
-    axes.set_title(title, loc="left")
     axes.margins(x=0.15)
     axes.invert_yaxis()
-    return _finish(figure)
+    return _finish(figure, title, xlabel=xlabel)

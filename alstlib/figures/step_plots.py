@@ -32,13 +32,11 @@ def step_memory(
         axes.text(x[i] + 0.004, top * (1.21 - 0.07 * (n % 2)), phases[i], fontsize=9, bbox=box)
     peak = totals.index(top)
     axes.plot(x[peak], top, "v", color="black", markersize=7)
-    left = x[peak] > 0.5
-    text = f"peak {format_bytes(top * 2**20)}  " if left else f"  peak {format_bytes(top * 2**20)}"
-    axes.text(x[peak], top, text, fontsize=9, fontweight="bold", ha="right" if left else "left", va="bottom")
-    axes.set(xlabel="progress of one training step [share of its allocations and releases]", xlim=(0, 1))
-    axes.set(ylabel="live device memory [MiB]", ylim=(0, 1.3 * top))
-    axes.set_title(title, loc="left")
-    return _finish(figure)
+    side, text = "right" if x[peak] > 0.5 else "left", f"  peak {format_bytes(top * 2**20)}  "
+    axes.text(x[peak], top, text, fontsize=9, fontweight="bold", ha=side, va="bottom")
+    axes.set(xlim=(0, 1), ylim=(0, 1.3 * top))
+    xlabel = "progress of one training step [share of its allocations and releases]"
+    return _finish(figure, title, xlabel=xlabel, ylabel="live device memory [MiB]")
 
 
 def parts(
@@ -65,10 +63,8 @@ def parts(
     axes.set_yticks(range(len(bars)), list(bars))
     axes.set_ylim(len(bars) - 0.5, -0.9 if limit is not None else -0.5)
     axes.set_xlim(0, 1.12 * max(sum(bar.values()) for bar in bars.values()))
-    axes.set_xlabel(xlabel)
-    axes.set_title(title, loc="left")
     legend_beside(axes, fontsize=8)
-    return _finish(figure)
+    return _finish(figure, title, xlabel=xlabel)
 
 
 def timeline(

@@ -58,32 +58,16 @@ def _verdict(found: Prediction) -> str:
 def explore(shape: Shape, run: RunConfig, machine: Machine, switches: Mapping[str, Any]) -> Any:
     """A slider for the length and a checkbox for each of `switches`; the verdict and the memory by category follow.
 
-    `switches` has the changes of the run for a box that is empty, as `RunConfig.replace` takes them. Where ALST_STATIC
-    is set (a notebook that is stored to be read without a kernel): what is shown at first."""
-    if os.environ.get("ALST_STATIC"):
-        from IPython.display import HTML
+    `switches` has the changes of the run for a box that is empty, as `RunConfig.replace` takes them."""
 
-        return HTML(_verdict(predict(shape, run, machine, FIRST)))
-    import ipywidgets
-
-    length = ipywidgets.FloatLogSlider(
-        value=FIRST, base=10, min=4, max=8, step=0.02, description="tokens", readout_format=".3s",
-        continuous_update=False,
-    )  # fmt: skip
-    boxes = {name: ipywidgets.Checkbox(value=True, description=name, indent=False) for name in switches}
-    text = ipywidgets.HTML()
-
-    def update(*_: Any) -> None:
+    def draw(tokens: int, **boxes: bool) -> str:
         now = run
-        for name, box in boxes.items():
-            if not box.value:
-                now = now.replace(**switches[name])
-        text.value = _verdict(predict(shape, now, machine, round(length.value)))
+        for name in (name for name, on in boxes.items() if not on):
+            now = now.replace(**switches[name])
+        return _verdict(predict(shape, now, machine, tokens))
 
-    for control in (length, *boxes.values()):
-        control.observe(update, "value")
-    update()
-    return ipywidgets.VBox([length, ipywidgets.HBox(list(boxes.values())), text])
+    lengths = [round(10 ** (4 + i / 50)) for i in range(201)]
+    return follow(draw, tokens=(lengths, FIRST), **dict.fromkeys(switches, ((True, False), True)))
 
 
 # A figure with its table, drawn anew by controls
@@ -131,42 +115,52 @@ def wall(shape: Shape, run: RunConfig, machine: Machine, lengths: Sequence[int],
 
 
 def follow(draw: Callable[..., Any], **controls: tuple[Sequence[Any], Any]) -> Any:
-    """What `draw(**values)` gives, drawn anew as sliders move: a figure, or a figure and its table (HTML).
+    """What `draw(**values)` gives, drawn anew as controls move: a figure, its table (HTML), or a pair of both.
 
-    Each of `controls` is a name, the values it steps through, and the first to show. Where ALST_STATIC is set: what is
+    Each of `controls` is a name, the values it steps through, and the first to show: a slider, or a checkbox where the
+    values are True and False. Where ALST_STATIC is set (a notebook that is stored to be read without a kernel): what is
     shown at first.
     """
-    names = {name: first for name, (_, first) in controls.items()}
     if os.environ.get("ALST_STATIC"):
         from IPython.display import HTML, display
 
-        made = draw(**names)
-        if not isinstance(made, tuple):
-            return made
-        display(made[0])
-        return HTML(made[1])
+        figure, table = _pair(draw(**{name: first for name, (_, first) in controls.items()}))
+        if not table:
+            return figure
+        if figure is not None:
+            display(figure)
+        return HTML(table)
     import ipywidgets
 
-    sliders = {
-        name: ipywidgets.SelectionSlider(
-            options=[(_label(value), value) for value in values], value=names[name], description=name,
-            layout={"width": "32em"}, continuous_update=False,
-        )
-        for name, (values, _) in controls.items()
-    }  # fmt: skip
+    made = {}
+    for name, (values, first) in controls.items():
+        if isinstance(first, bool):
+            made[name] = ipywidgets.Checkbox(value=first, description=name, indent=False)
+            continue
+        options = [(_label(value), value) for value in values]
+        look = {"description": name, "layout": {"width": "32em"}, "continuous_update": False}
+        made[name] = ipywidgets.SelectionSlider(options=options, value=first, **look)
     shown = ipywidgets.HTML()
 
     def update(*_: Any) -> None:
-        made = draw(**{name: slider.value for name, slider in sliders.items()})
-        figure, table = made if isinstance(made, tuple) else (made, "")
-        says = html.escape(", ".join(f"{name} {_label(slider.value)}" for name, slider in sliders.items()))
-        alt = f"figure for {says}" + ("; its numbers are in the table below" if table else "")
-        shown.value = f'<img alt="{alt}" style="max-width: 100%" src="{plots.data_uri(figure, 100)}">{table}'
+        figure, table = _pair(draw(**{name: control.value for name, control in made.items()}))
+        if figure is not None:
+            says = html.escape(", ".join(f"{name} {_label(control.value)}" for name, control in made.items()))
+            alt = f"figure for {says}" + ("; its numbers are in the table below" if table else "")
+            table = f'<img alt="{alt}" style="max-width: 100%" src="{plots.data_uri(figure, 100)}">{table}'
+        shown.value = table
 
-    for slider in sliders.values():
-        slider.observe(update, "value")
+    for control in made.values():
+        control.observe(update, "value")
     update()
-    return ipywidgets.VBox([*sliders.values(), shown])
+    return ipywidgets.VBox([*made.values(), shown])
+
+
+def _pair(drawn: Any) -> tuple[Any, str]:
+    """A figure and a table, of which one may be missing."""
+    if isinstance(drawn, tuple):
+        return drawn
+    return (None, drawn) if isinstance(drawn, str) else (drawn, "")
 
 
 def _label(value: Any) -> str:

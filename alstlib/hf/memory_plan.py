@@ -71,7 +71,7 @@ class MemoryPlan:
             needed += outputs * output
         self._needed = needed
         there = store.leased if travels else 0
-        store.reserve(needed - there, room - there)
+        store.reserve(needed - there, room - there, x.nbytes)
         self.attention_kept, self.inputs_kept_every = outputs / many, every
         self._say(x.nbytes, travels)
 

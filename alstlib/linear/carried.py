@@ -54,7 +54,7 @@ class Carried:
         (first, last), before, start, courier = rows, self.before.setdefault(key, {}), None, self.courier
         if first:
             start, sent = before.pop(first) if forget else before[first]
-            start = start if courier is None else courier.fetch(start, after=sent).get()[0]
+            start = start if courier is None else courier.fetch(start, after=sent)()[0]
         count = len(inputs)
 
         def begins(grad: Tensor) -> tuple[None, ...]:

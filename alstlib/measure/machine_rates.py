@@ -29,7 +29,6 @@ from alstlib.kernels.attention import attention_backward, attention_forward
 from alstlib.kernels.backends import choose_backend
 from alstlib.kernels.rule import Attended, Rule
 from alstlib.mesh import accelerator, gather_text
-from alstlib.offload.host_store import numa_node
 from alstlib.planner.model_shapes import read_shape
 from alstlib.planner.step_time import ADAM_BYTES
 from alstlib.sizing import cores, host_free
@@ -45,6 +44,17 @@ MESSAGE = {"cuda": 512 * MIB, "cpu": 16 * MIB}
 WEIGHTS = {"cuda": 64 * MIB, "cpu": 4 * MIB}
 """Weights of a rank's AdamW on the host."""
 REPEATS = 5
+
+
+def numa_node(device: int, buses: str = "/sys/bus/pci/devices") -> int | None:
+    """The NUMA node that one of NVIDIA's GPUs is attached to, by its PCI bus; None where this cannot be known, or where
+    there is only one."""
+    about: Any = torch.cuda.get_device_properties(device)
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        bus = f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"
+        node = int(Path(buses, bus, "numa_node").read_text())
+        return node if node >= 0 else None
+    return None
 
 
 class MeasureRates(Job):

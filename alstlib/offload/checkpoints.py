@@ -1,7 +1,7 @@
 """Checkpoints that are moved to the host: a layer keeps only its input, on the CPU (ALST, section 3.3).
 
 `checkpoint` runs a function without a graph and recomputes it in backward. What it keeps in between (the input and, if
-asked, attention outputs) lies in a `Storage`. When that has too little room for every input, a `Segment` of
+asked, attention outputs) lies in a `HostStore`. When that has too little room for every input, a `Segment` of
 consecutive checkpoints keeps only its first one: backward then runs the segment once more without a graph, which puts
 its inputs (and attention outputs) on the device, before it recomputes and back-propagates one checkpoint after another.
 """
@@ -10,15 +10,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from alstlib.offload.host_store import HostStore
-from alstlib.offload.storage import Storage
 from alstlib.recompute import Replay, Values, first_order, those_that_train, unchanged
 
 
@@ -37,7 +36,6 @@ class Saved:
         graph."""
         self.tensors: list[tuple[Tensor, Tensor]] = []
         self.replaying = False
-        self.position = 0
         self._left: dict[tuple[Hashable, int], dict[str, Any]] = {}
         self._calls = Counter[Hashable]()
 
@@ -53,13 +51,13 @@ class Saved:
         return self._left.setdefault((part, self._calls[part]), {})
 
     def take(self) -> tuple[Tensor, Tensor]:
-        """The next call's output and logsumexp."""
-        self.position += 1
-        return self.tensors[self.position - 1]
+        """The next call's output and logsumexp, which then are the last ones."""
+        self.tensors.append(self.tensors.pop(0))
+        return self.tensors[-1]
 
     def rewind(self, tensors: list[Tensor], stage: Literal["again", "graph"] = "graph") -> None:
         """Start another pass over these tensors (output, logsumexp, output, ...); with none, attention computes."""
-        self.stage, self.replaying, self.position = stage, bool(tensors), 0
+        self.stage, self.replaying = stage, bool(tensors)
         self._calls.clear()
         self.tensors = list(zip(tensors[::2], tensors[1::2]))
 
@@ -69,20 +67,11 @@ class Saved:
         return [t for pair in pairs for t in pair]
 
 
-class Member(Protocol):
-    """A layer of a segment, from its first pass to its backward."""
-
-    def input(self, device: torch.device) -> Tensor:
-        """The input that it has kept, on the device, for the only time; only the first of a segment keeps its own."""
-        ...
-
-    def again(self, x: Tensor, device: torch.device) -> Tensor:
-        """Its output for its input x, without a graph: the input of the next."""
-        ...
-
-
 class Segment:
     """Consecutive layers of which only the first keeps its input; backward makes the others again.
+
+    A member, a layer from its first pass to its backward, has `input(device)`, the input that the first one has kept,
+    for the only time, and `again(x, device)`, its output for its input x, without a graph: the input of the next.
 
     Args:
         every: how many layers there may be; 1 for every input kept.
@@ -91,7 +80,7 @@ class Segment:
     def __init__(self, every: int = 1) -> None:
         self.every = every
         self.members: list[Any] = []
-        """Layers (`Member`); None for those whose backward has run."""
+        """None for those whose backward has run."""
         self.inputs: dict[int, Tensor] = {}
         """Inputs that backward has made, by the place of their layer."""
         self.end: Values | None = None
@@ -101,7 +90,7 @@ class Segment:
         """Whether x is what the last layer returned, and another may follow."""
         return self.end is not None and self.end.are_those_of(x)
 
-    def add(self, member: Member, out: Tensor) -> int:
+    def add(self, member: Any, out: Tensor) -> int:
         """A layer has run; returns its place."""
         self.members.append(member)
         self.end = Values(out) if len(self.members) < self.every else None
@@ -132,12 +121,13 @@ class _Checkpointed:
     outputs."""
 
     run: Callable[..., Any]
-    rest: list[Tensor]
-    replay: Replay
+    store: HostStore
     saved: Saved
-    store: Storage
+    module: nn.Module | None
+    rest: list[Tensor] = field(default_factory=list)
+    replay: Any = None
     ticket: Any = None
-    kept: list[Tensor] | None = None  # attention outputs on the device
+    kept: list[Tensor] = field(default_factory=list)  # attention outputs on the device
 
     def input(self, device: torch.device) -> Tensor:
         x, *self.kept = self.outputs(device)
@@ -155,7 +145,7 @@ class _Checkpointed:
         """Attention outputs, on the device, for the only time."""
         if self.ticket is not None:
             self.kept, self.ticket = self.store.get(self.ticket, device), None
-        kept, self.kept = self.kept or [], None
+        kept, self.kept = self.kept, []
         return kept
 
 
@@ -166,28 +156,21 @@ def _first(out: Any) -> Tensor:
 class _Checkpoint(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        run: Callable[..., Any],
-        store: Storage,
-        segment: Segment,
-        saved: Saved,
-        accept: Callable[[Any], bool],
-        module: nn.Module | None,
-        weights: Sequence[Tensor] | None,
-        x: Tensor,
-        *rest: Tensor,
-    ) -> Any:
+        ctx: Any, member: _Checkpointed, segment: Segment, accept: Callable[[Any], bool],
+        weights: Sequence[Tensor] | None, x: Tensor, *rest: Tensor,
+    ) -> Any:  # fmt: skip
         ctx.weights, needing = weights, rest[: len(rest) - len(weights or ())]
         ctx.segment, ctx.accept, ctx.device = segment, accept, x.device
         ctx.needs = (x.requires_grad, *(t.requires_grad for t in needing))
         ctx.save_for_backward(*needing)
-        member = _Checkpointed(run, [t.detach() for t in needing], Replay(x.device, module), saved, store)
+        member.rest, member.replay = [t.detach() for t in needing], Replay(x.device, member.module)
+        store = member.store
         if not segment.members:
             member.ticket = store.ticket()
             store.put(member.ticket, x)
-        with unchanged(x, module):
-            out = run(x, *needing)
-        if kept := saved.leave():
+        with unchanged(x, member.module):
+            out = member.run(x, *needing)
+        if kept := member.saved.leave():
             if member.ticket is None:
                 member.ticket = store.ticket(next(m.ticket for m in reversed(segment.members) if m and m.ticket))
             for t in kept:
@@ -222,7 +205,7 @@ class _Checkpoint(torch.autograd.Function):
         del pairs
         if ctx.weights is None:
             torch.autograd.backward(roots, grads)
-            return (*[None] * 7, *(leaf.grad for leaf in leaves))
+            return (*[None] * 4, *(leaf.grad for leaf in leaves))
         known = [t for t in (*leaves, *those_that_train(ctx.weights, [True] * len(ctx.weights))) if t.requires_grad]
         strays = _leaves(roots, known) if everywhere else []
         found = torch.autograd.grad(roots, [*known, *strays], grads, allow_unused=True) if known or strays else []
@@ -230,7 +213,7 @@ class _Checkpoint(torch.autograd.Function):
         if strays:  # weights that the module uses and does not own
             torch.autograd.backward(strays, found[len(known) :])
         of = {id(t): g for t, g in zip(known, found)}
-        return (*[None] * 7, *(of.get(id(t)) for t in (*leaves, *ctx.weights)))
+        return (*[None] * 4, *(of.get(id(t)) for t in (*leaves, *ctx.weights)))
 
 
 def _leaves(roots: Sequence[Tensor], known: Sequence[Tensor]) -> list[Tensor]:
@@ -257,7 +240,7 @@ def checkpoint(
     fn: Callable[..., Any],
     x: Tensor,
     *args: Any,
-    store: Storage | None = None,
+    store: HostStore | None = None,
     saved: Saved | None = None,
     trains: bool = True,
     accept: Callable[[Any], bool] = lambda out: True,
@@ -308,7 +291,5 @@ def checkpoint(
         a, kw = tree_unflatten(filled, spec)
         return fn(x, *a, **kw)
 
-    saved = saved or Saved(keep=False)
-    return _Checkpoint.apply(
-        run, store or HostStore(), segment or Segment(), saved, accept, module, weights, x, *needing, *(weights or ())
-    )
+    member = _Checkpointed(run, store or HostStore(), saved or Saved(keep=False), module)
+    return _Checkpoint.apply(member, segment or Segment(), accept, weights, x, *needing, *(weights or ()))

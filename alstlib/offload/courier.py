@@ -1,14 +1,15 @@
-"""Copies tensors that are kept on the host to the device part by part: hidden states, keys and values of layers in
-chunks.
+"""Copies between a device and tensors that are kept on the host, part by part: checkpoints, hidden states, keys and
+values of layers in chunks.
 
 On a device with streams (CUDA) and with offload `async` parts are copied on streams of their own, one part ahead of the
-computation in each direction; otherwise they are copied when they are asked for. A `Courier` serves one pass over one
-layer; after `finish` everything that it sent is on the host, so that whatever reads a host tensor next finds it whole.
+computation in each direction; otherwise they are copied when they are asked for, and what is fetched when it is read.
+A `Courier` serves one pass over one layer; after `finish` everything that it sent is on the host, so that whatever
+reads a host tensor next finds it whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,89 +17,135 @@ import torch
 from torch import Tensor
 
 from alstlib.mesh import accelerator
-from alstlib.offload.storage import Storage, copy
-
-
-class Arrival:
-    """Parts on their way to the device."""
-
-    def __init__(self, courier: Courier, parts: Sequence[Tensor], after: Any) -> None:
-        self.courier, self.parts = courier, list(parts)
-        if courier.copies is not None:
-            self.parts = courier.rooms(parts)
-            self.event = courier.copies.fetch(self.parts, parts, after)
-
-    def get(self) -> list[Tensor]:
-        """The parts, on the device."""
-        if (copies := self.courier.copies) is not None:
-            copies.compute.wait_event(self.event)
-            return self.parts
-        made = self.courier.rooms(self.parts)
-        for to, part in zip(made, self.parts):
-            copy(to, part)
-        return made
 
 
 class Courier:
-    """Copies parts of host tensors to a device and back.
+    """Copies parts of host tensors to a device and back, in the order of the device's computation.
 
     Args:
-        store: holds them, and says whether copies run beside the computation.
+        store: the `HostStore` that holds them, and says whether copies run beside the computation.
         device: where the computation runs.
+        leaving: what others have sent before and what is sent, with the events after which it is there.
     """
 
-    def __init__(self, store: Storage, device: torch.device) -> None:
-        self.store, self.device = store, device
-        self.here, self.copies = accelerator(device), store.copies(device)
+    def __init__(self, store: Any, device: torch.device, leaving: list[tuple[Tensor, Any]] | None = None) -> None:
+        self.store, self.device, self.here, self.streams = store, device, accelerator(device), store.streams(device)
+        self.leaving = [] if leaving is None else leaving
         self._used = False
+
+    @property
+    def compute(self) -> Any:
+        """The stream of the computation."""
+        return self.here.current_stream(self.device)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A host tensor, not yet written."""
-        return self.store.lease(shape, dtype, pin=None if self.here is None else self.device)
-
-    def rooms(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors of the device for these parts, not yet written."""
-        return [torch.empty(part.shape, dtype=part.dtype, device=self.device) for part in parts]
-
-    def fetch(self, *parts: Tensor, after: Any = None) -> Arrival:
-        """Start bringing parts of host tensors to the device; `after` is what `send` returned for them, if it was in
-        this pass."""
-        self._used = True
-        self.store.bytes_fetched += sum(part.numel() * part.element_size() for part in parts)
-        return Arrival(self, parts, after)
+        return self.store.lease(shape, dtype, self.device)
 
     def send(self, part: Tensor, x: Tensor) -> Any:
-        """Write x, from the device, into a part of a host tensor. Returns what `fetch` has to wait for."""
+        """Write x, from the device, into a part of a host tensor. Returns the event after which it is there."""
         x, self._used = x.detach(), True
-        self.store.bytes_sent += x.numel() * x.element_size()
-        return copy(part, x) if self.copies is None else self.copies.send(part, x.contiguous())
+        self.store.bytes_sent += x.nbytes
+        if self.streams is None:
+            return _copy(part, x)
+        x = x if x.stride() == part.stride() else x.contiguous()
+        (out, _), compute = self.streams, self.compute
+        out.wait_stream(compute)
+        with self.here.stream(out):
+            _copy(part, x)
+        done = out.record_event()
+        self.leaving.append((x, done))  # x lives until its copy is done, in the compute stream's order
+        while len(self.leaving) > 2:
+            _, done_before = self.leaving.pop(0)  # its tensor is freed after the wait
+            compute.wait_event(done_before)
+        return done
 
-    def each(self, parts: Iterable[Sequence[Tensor]]) -> Iterator[list[Tensor]]:
+    def fetch(self, *parts: Tensor, after: Any = None) -> Callable[[], list[Tensor]]:
+        """Start to bring parts of host tensors to the device; `after` is what `send` returned for them, if it was in
+        this pass. Returns a function that gives the parts on the device."""
+        self._used = True
+        self.store.bytes_fetched += sum(part.nbytes for part in parts)
+        if self.streams is None:
+            return lambda: self._bring(parts, self._rooms(parts))
+        (_, back), compute, rooms = self.streams, self.compute, self._rooms(parts)
+        back.wait_stream(compute)  # the tensors' memory may still be in use there
+        if after is not None:
+            back.wait_event(after)
+        with self.here.stream(back):
+            self._bring(parts, rooms)
+        done = back.record_event()
+
+        def arrived() -> list[Tensor]:
+            self.compute.wait_event(done)
+            return rooms
+
+        return arrived
+
+    def _rooms(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        # not by `empty_like`: a ledger on a CPU takes what is made of host memory for the host's
+        how: Any = {"device": self.device}
+        return [
+            torch.empty(t.shape, dtype=t.dtype, **how) if has_gaps(t)
+            else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, **how)
+            for t in parts
+        ]  # fmt: skip
+
+    def _bring(self, parts: Sequence[Tensor], rooms: list[Tensor]) -> list[Tensor]:
+        for part, room in zip(parts, rooms):
+            _copy(room, part)
+        return rooms
+
+    def each(self, groups: Iterable[Sequence[Tensor]]) -> Iterator[list[Tensor]]:
         """Each of these groups of parts on the device, the next one on its way meanwhile."""
         coming = None
-        for group in parts:
+        for group in groups:
             following = self.fetch(*group)
             if coming is not None:
-                yield coming.get()
+                yield coming()
             coming = following
         if coming is not None:
-            yield coming.get()
+            yield coming()
+
+    def forget_sent(self) -> None:
+        """Let go of what was sent, after its copies in the compute stream's order."""
+        for _, done in self.leaving:
+            self.compute.wait_event(done)
+        self.leaving.clear()
 
     def finish(self) -> None:
         """Wait until everything that was sent is on the host, and nothing that was fetched is read any more."""
-        if self._used and self.copies is not None:
-            self.copies.finish()
-        elif self._used and self.here is not None:
-            self.here.current_stream(self.device).synchronize()
+        if self._used and self.here is not None:
+            for stream in self.streams or (self.compute,):
+                stream.synchronize()
+        self.leaving.clear()
         self._used = False
+
+
+def has_gaps(x: Tensor) -> bool:
+    """Whether the elements do not lie side by side in memory, in whatever order."""
+    size = 1
+    for stride, n in sorted((stride, n) for stride, n in zip(x.stride(), x.shape) if n > 1):
+        if stride != size:
+            return True
+        size *= n
+    return False
+
+
+@torch.no_grad()  # a generator may be asked for its next part inside a recompute, which makes a graph
+def _copy(to: Tensor, source: Tensor) -> None:
+    """Copy without a stop where both lie in one piece: slices of the sequence do, in each micro-batch row."""
+    if to.stride() == source.stride() or to.ndim < 2 or to.shape[0] == 1:
+        to.copy_(source, non_blocking=True)
+        return
+    for i in range(to.shape[0]):
+        to[i].copy_(source[i], non_blocking=True)
 
 
 def parts_of(courier: Courier | None, tiles: Sequence[slice], *tensors: Tensor) -> Iterator[list[Tensor]]:
     """For each tile, these rows [B, rows, ...] of the tensors on the device: as views, or with a courier fetched from
     the host."""
-    if courier is None:
-        return ([t[:, rows] for t in tensors] for rows in tiles)
-    return courier.each([t[:, rows] for t in tensors] for rows in tiles)
+    groups = ([t[:, rows] for t in tensors] for rows in tiles)
+    return groups if courier is None else courier.each(groups)
 
 
 def room_like(courier: Courier | None, x: Tensor) -> Tensor:
@@ -123,7 +170,7 @@ class Travel:
         device: where the function runs.
     """
 
-    store: Storage
+    store: Any
     device: torch.device
     x: bool = True
     out: bool = True

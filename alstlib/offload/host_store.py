@@ -12,23 +12,20 @@ powers of two, up to twice what is needed).
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
 import math
 import mmap
 import os
-import platform
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch._guards import active_fake_mode
 
 from alstlib.mesh import accelerator
-from alstlib.offload.storage import Copies
+from alstlib.offload.courier import Courier, has_gaps
 from alstlib.sizing import host_free
 
 Mode = Literal["none", "sync", "async"]
@@ -44,72 +41,39 @@ def host_available() -> int:
     return host_free() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
-@functools.cache
-def numa_node(device: int, buses: str = "/sys/bus/pci/devices") -> int | None:
-    """The NUMA node that one of NVIDIA's GPUs is attached to, by its PCI bus; None where this cannot be known, or where
-    there is only one."""
-    about: Any = torch.cuda.get_device_properties(device)
-    try:
-        bus = f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"
-        with open(f"{buses}/{bus}/numa_node") as text:
-            node = int(text.read())
-    except (AttributeError, OSError, ValueError):
-        return None
-    return node if 0 <= node < 64 else None
-
-
-_MBIND = {"x86_64": 237, "aarch64": 235}
-"""Number of the system call `mbind` by the machine's architecture, because libc does not have it."""
-_PREFERRED = 1
-_NO_RESERVE = 0x4000
+_NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 """Value of the flag `MAP_NORESERVE`: room was asked for before, and a simulation maps more than there is."""
 
 
-def prefer_node(address: int, nbytes: int, node: int) -> bool:
-    """Take the pages of a mapping that nobody has touched from a NUMA node, and from others where it is full; returns
-    whether the system does so."""
-    if sys.platform != "linux" or (number := _MBIND.get(platform.machine())) is None:
-        return False
-    mask = ctypes.c_ulong(1 << node)
-    end = (address + nbytes + mmap.PAGESIZE - 1) // mmap.PAGESIZE * mmap.PAGESIZE
-    arguments = (address, end - address, _PREFERRED, ctypes.addressof(mask), 65, 0)
-    return ctypes.CDLL(None, use_errno=True).syscall(number, *(ctypes.c_ulong(a) for a in arguments)) == 0
-
-
 class _Slab:
-    """`nbytes` of host memory outside PyTorch's allocators, pinned for a device where one is given.
+    """`nbytes` of host memory outside PyTorch's allocators, pinned where a device is given that is no CPU.
 
-    It is a private mapping in huge pages where the system has them (shared memory has none by default), near the GPU,
-    and a process that is forked has no part in it: it would be handed a copy of what a GPU still writes.
+    It is a private mapping in huge pages where the system has them (shared memory has none by default), and a process
+    that is forked has no part in it: it would be handed a copy of what a GPU still writes.
     """
 
-    def __init__(self, nbytes: int, pin: torch.device | None) -> None:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_NO_RESERVE if sys.platform == "linux" else 0)
-        mapped = mmap.mmap(-1, max(1, nbytes), flags=flags)
-        self.mapped: Any = mapped
-        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-            with contextlib.suppress(AttributeError, OSError):  # a system without it
-                mapped.madvise(getattr(mmap, advice))
-        self.bytes = torch.frombuffer(mapped, dtype=torch.uint8)
-        self.pinned_for: Any = None
-        if pin is not None:
-            here = accelerator(pin)
-            if pin.type == "cuda" and (node := numa_node(here.current_device())) is not None:
-                prefer_node(self.bytes.data_ptr(), self.bytes.numel(), node)
-            if hasattr(here, "cudart"):
-                failed = here.cudart().cudaHostRegister(self.bytes.data_ptr(), self.bytes.numel(), 0)
-                if int(failed):
-                    raise HostOutOfMemory(f"cannot pin {nbytes:,} bytes of host memory (CUDA error {int(failed)})")
-            else:  # PyTorch pins memory that is there with CUDA's runtime alone: for others its allocator gives it
-                pinned = torch.empty(max(1, nbytes), dtype=torch.uint8, device="cpu", pin_memory=True)
-                self.mapped = pinned.numpy()
-                self.bytes = torch.frombuffer(self.mapped, dtype=torch.uint8)
-            self.pinned_for = here
+    def __init__(self, nbytes: int, device: torch.device | None) -> None:
+        here = None if device is None else accelerator(device)
+        self.mapped: Any
+        self.pinned_by: Any = None
+        if here is not None and not hasattr(here, "cudart"):
+            # PyTorch pins memory that is there with CUDA's runtime alone: for other devices its allocator gives it
+            self.mapped = torch.empty(max(1, nbytes), dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
+            self.pinned_by = here
+        else:
+            self.mapped = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+            for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+                with contextlib.suppress(AttributeError, OSError):  # a system without it
+                    self.mapped.madvise(getattr(mmap, advice))
+        self.bytes = torch.frombuffer(self.mapped, dtype=torch.uint8)
+        if here is not None and self.pinned_by is None:
+            if failed := int(here.cudart().cudaHostRegister(self.bytes.data_ptr(), self.bytes.numel(), 0)):
+                raise HostOutOfMemory(f"cannot pin {nbytes:,} bytes of host memory (CUDA error {failed})")
+            self.pinned_by = here
 
     def view(self, like: Tensor) -> Tensor:
         """A tensor in this memory with the shape and the strides of `like`, which has no gaps."""
-        flat = self.bytes[: like.numel() * like.element_size()].view(like.dtype)
-        return flat.as_strided(like.shape, like.stride())
+        return self.bytes[: like.nbytes].view(like.dtype).as_strided(like.shape, like.stride())
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype, told: Callable[[Tensor], None] | None) -> Tensor:
         """A tensor in this memory, with a storage of its own that ends when nobody has it or a view of it."""
@@ -121,20 +85,10 @@ class _Slab:
         return torch.empty(0, dtype=dtype).set_(flat.untyped_storage()).resize_(tuple(shape))  # not a view
 
     def __del__(self) -> None:
-        if (here := getattr(self, "pinned_for", None)) is not None:
+        if (here := getattr(self, "pinned_by", None)) is not None:
             here.synchronize()  # a copy may still run
             if hasattr(here, "cudart"):
                 here.cudart().cudaHostUnregister(self.bytes.data_ptr())
-
-
-def _without_gaps(x: Tensor) -> Tensor:
-    """x, or a copy of it where its elements do not lie side by side in memory, in whatever order."""
-    size = 1
-    for stride, n in sorted((stride, n) for stride, n in zip(x.stride(), x.shape) if n > 1):
-        if stride != size:
-            return x.contiguous()
-        size *= n
-    return x
 
 
 class Ticket:
@@ -150,19 +104,21 @@ class Ticket:
         self.kept: list[tuple[Tensor, _Slab | None]] = []  # (host tensor, slab), or (device tensor, None)
         self.sent: Any = None
         """Event after which all of it is on the host; None where nothing has to be waited for."""
-        self.fetched: tuple[list[Tensor], Any] | None = None
+        self.coming: Callable[[], list[Tensor]] | None = None
+        """Function that gives its tensors on the device, where they are on their way."""
         if after is None:
             self.next, store.latest = store.latest, weakref.ref(self)
         else:
             self.next, after.next = after.next, weakref.ref(self)
 
+    def fetch(self, courier: Courier) -> Callable[[], list[Tensor]]:
+        # waits for the ticket's own, and not for all that is leaving: sums of pages may have been sent since
+        return courier.fetch(*(host for host, _ in self.kept), after=self.sent)
+
     def release(self) -> None:
-        if self.fetched is not None and self.fetched[1] is not None:  # dropped while its tensors are on their way back
-            device = self.fetched[0][0].device
-            accelerator(device).current_stream(device).wait_event(self.fetched[1])
-        for _, slab in self.kept:
-            if slab is not None:
-                self.store.free.append(slab)
+        if self.coming is not None:
+            self.coming()  # the device's memory is given back after the copies
+        self.store.free += [slab for _, slab in self.kept if slab is not None]
         self.kept = []
 
     def __del__(self) -> None:
@@ -170,7 +126,8 @@ class Ticket:
 
 
 class HostStore:
-    """Keeps tensors between forward and backward; last in, first out (see `Ticket`).
+    """Keeps tensors between forward and backward: whole tensors under tickets, last in, first out; and tensors that are
+    leased, whose parts are written and read one by one (`courier.Courier`).
 
     Args:
         mode: `none`, `sync` or `async` (see the module).
@@ -178,8 +135,6 @@ class HostStore:
     """
 
     def __init__(self, mode: Mode = "none", *, budget: int | None = None) -> None:
-        if mode not in get_args(Mode):
-            raise ValueError(f"offload={mode!r} is not one of {', '.join(get_args(Mode))}")
         self.mode, self.budget = mode, budget
         self.free: list[_Slab] = []
         self.latest: Callable[[], Ticket | None] = lambda: None
@@ -192,15 +147,14 @@ class HostStore:
         """Function that is called with each slab that is taken (a ledger counts it as host memory)."""
         self.leased = 0
         """Bytes of tensors that somebody has from `lease`."""
-        self._first = self._most = 0
-        """Bytes of the longest step's first tensor, and bytes that this step was granted."""
-        self._shorter = False
-        """Whether this step is shorter than another was."""
+        self._longest, self._longer, self._shorter = 0, True, False
+        """Bytes of the hidden states of the longest step, and how this step compares with it."""
         self._granted = self._spare = 0
         """Bytes of this forward that may be taken without asking for room, and bytes by which its slabs may be larger
         than what they hold."""
         self._streams: Any = None
-        self._own: Copies | None = None
+        self._leaving: list[tuple[Tensor, Any]] = []
+        """What of the tickets is on its way to the host."""
 
     def room(self) -> int:
         """Host bytes that this store may still take."""
@@ -215,66 +169,41 @@ class HostStore:
         if self.mode == "none":
             ticket.kept.append((x, None))
             return
-        x = _without_gaps(x)
-        self.bytes_sent += x.numel() * x.element_size()
-        slab = self._slab(x.numel() * x.element_size(), None if accelerator(x.device) is None else x.device)
-        host = slab.view(x)
-        ticket.kept.append((host, slab))
-        if (copies := self._copies(x.device)) is None:
-            host.copy_(x)
-        else:
-            ticket.sent = copies.send(host, x)
+        x = x.contiguous() if has_gaps(x) else x
+        slab = self._slab(x.nbytes, x.device)
+        ticket.kept.append((slab.view(x), slab))
+        ticket.sent = Courier(self, x.device, self._leaving).send(ticket.kept[-1][0], x)
 
     def get(self, ticket: Ticket, device: torch.device) -> list[Tensor]:
         """The tensors of a ticket, on the device; starts bringing back those of the ticket that is read next."""
         if self.mode == "none":
             return [x for x, _ in ticket.kept]
-        self._fetch(ticket, device)
-        assert ticket.fetched is not None
-        (tensors, event), ticket.fetched = ticket.fetched, None
-        if (copies := self._copies(device)) is not None:
-            copies.compute.wait_event(event)
-            copies.forget_sent()
-            if (following := ticket.next()) is not None and following.kept:
-                self._fetch(following, device)
+        courier = Courier(self, device, self._leaving)
+        tensors = (ticket.coming or ticket.fetch(courier))()
+        ticket.coming = None
+        courier.forget_sent()
+        following = ticket.next() if courier.streams else None
+        if following is not None and following.kept:
+            following.coming = following.coming or following.fetch(courier)
         ticket.release()
         return tensors
 
-    def _fetch(self, ticket: Ticket, device: torch.device) -> None:
-        if ticket.fetched is not None:
-            return
-        hosts = [host for host, _ in ticket.kept]
-        self.bytes_fetched += sum(host.numel() * host.element_size() for host in hosts)
-        tensors = [torch.empty_strided(h.shape, h.stride(), dtype=h.dtype, device=device) for h in hosts]
-        if (copies := self._copies(device)) is None:
-            for tensor, host in zip(tensors, hosts):
-                tensor.copy_(host)
-            ticket.fetched = (tensors, None)
-        else:  # waits for the ticket's own, and not for all that is leaving: sums of pages may have been sent since
-            ticket.fetched = (tensors, copies.fetch(tensors, hosts, ticket.sent))
-
-    def copies(self, device: torch.device) -> Copies | None:
-        """What copies beside the computation of a device, on streams that all of them share; None where nothing
-        does."""
+    def streams(self, device: torch.device) -> tuple[Any, Any] | None:
+        """The streams out of a device and back, which all couriers share; None where copies run in the computation's
+        stream, or on a CPU."""
         if self.mode != "async" or (here := accelerator(device)) is None:
             return None
-        if self._streams is None:
-            self._streams = (here.Stream(device), here.Stream(device))
-        return Copies(device, self._streams)
+        self._streams = self._streams or (here.Stream(device), here.Stream(device))
+        return self._streams
 
-    def _copies(self, device: torch.device) -> Copies | None:
-        """The copies of the tickets."""
-        self._own = self._own or self.copies(device)
-        return self._own
-
-    def lease(self, shape: Sequence[int], dtype: torch.dtype, pin: torch.device | None) -> Tensor:
+    def lease(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None) -> Tensor:
         """A tensor on the host that is not yet written, in a slab that returns to the store when nobody has the tensor
-        or a view of it any more; pinned for a device where one is given.
+        or a view of it any more; pinned for the device that copies it, where one does.
 
         Raises:
             HostOutOfMemory: there is no room for it.
         """
-        slab = self._slab(math.prod(shape) * dtype.itemsize, pin)
+        slab = self._slab(math.prod(shape) * dtype.itemsize, device)
         made = slab.tensor(shape, dtype, self.on_slab)
         self.leased += slab.bytes.numel()
         weakref.finalize(made.untyped_storage(), self._take_back, slab).atexit = False
@@ -284,11 +213,12 @@ class HostStore:
         self.leased -= slab.bytes.numel()
         self.free.append(slab)
 
-    def _slab(self, nbytes: int, pin: torch.device | None) -> _Slab:
+    def _slab(self, nbytes: int, device: torch.device | None) -> _Slab:
         granted = nbytes <= self._granted
-        if not granted and self.nbytes == self.unused:  # hidden states, before the layers are granted theirs
-            self._first, self._shorter = max(self._first, nbytes), nbytes < self._first
-        # A shorter sample takes what the longest has left: to pin slabs anew takes longer than the copies of a step.
+        if not granted:  # hidden states, before the layers are granted theirs
+            self._begin(nbytes)
+        # A shorter step takes what the longest has left, and only a longer one gives back what it does not use: to pin
+        # slabs anew takes longer than the copies of a step (150 ms for each GB on an H200).
         slack = self.nbytes if self._shorter else nbytes // 4
         slack = min(slack, self._spare) if granted else slack
         fits = [slab for slab in self.free if nbytes <= slab.bytes.numel() <= nbytes + slack]
@@ -299,19 +229,22 @@ class HostStore:
         if best is not None:
             self.free.remove(best)
             return best
-        if not self._shorter or self.room() < nbytes:
+        if self._longer or self.room() < nbytes:
             self.trim()  # what is free belongs to another length
-        if not granted and (room := self.room()) < nbytes:
-            raise HostOutOfMemory(
-                f"offload needs {nbytes:,} more bytes of host memory for this rank, and {room:,} are left; "
-                "use a shorter sequence, more ranks, or a larger host_memory"
-            )
+        if not granted:
+            _check(nbytes, self.room())
         self.nbytes += nbytes
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
-        slab = _Slab(nbytes, pin)
+        slab = _Slab(nbytes, device)
         if self.on_slab is not None:
             self.on_slab(slab.bytes)
         return slab
+
+    def _begin(self, nbytes: int) -> None:
+        """With hidden states of so many bytes, where nothing is kept, a step begins."""
+        if self.nbytes == self.unused:
+            self._longer, self._shorter = nbytes > self._longest, nbytes < self._longest
+            self._longest = max(self._longest, nbytes)
 
     def trim(self) -> None:
         """Give back the slabs that hold nothing."""
@@ -323,19 +256,26 @@ class HostStore:
         """Bytes of slabs that hold nothing."""
         return sum(slab.bytes.numel() for slab in self.free)
 
-    def reserve(self, nbytes: int, room: int | None = None) -> None:
+    def reserve(self, nbytes: int, room: int | None = None, hidden: int = 0) -> None:
         """Grant a whole forward `nbytes` of the `room` that there is (None: now), before anything is taken: then no
         rank runs out of memory in the middle, where the others would wait for it.
+
+        Args:
+            hidden: bytes of the hidden states, where the forward begins here.
 
         Raises:
             HostOutOfMemory: they do not fit.
         """
         room = self.room() + self.unused if room is None else room
-        if nbytes > room:
-            raise HostOutOfMemory(
-                f"offload needs {nbytes:,} bytes of host memory for this rank, and {room:,} are left; "
-                "use a shorter sequence, more ranks, a larger host_memory, or offload=False"
-            )
-        self._shorter = nbytes < self._most
-        self._most = max(self._most, nbytes)
+        _check(nbytes, room)
+        if hidden:
+            self._begin(hidden)
         self._granted, self._spare = nbytes + nbytes // 64, room - nbytes  # heads that are shared unevenly take more
+
+
+def _check(nbytes: int, room: int) -> None:
+    if nbytes > room:
+        raise HostOutOfMemory(
+            f"offload needs {nbytes:,} bytes of host memory for this rank, and {room:,} are left; use a shorter "
+            "sequence, more ranks, a larger host_memory, or offload=False"
+        )

@@ -53,21 +53,18 @@ class _CpuInstrument(TorchDispatchMode):
         self.hosted: set[int] = set()
         self.bytes = self.peak = 0
         self.places: Counter[str] = Counter()
-        self.peak_places: dict[str, int] = {}
         self.curve: list[int] = []
-        self.peak_operation = self.peak_place = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if not isinstance(out, Tensor | list | tuple):  # most calls under fake tensors ask for a device
             return out
-        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        if self.hosted and self._on_host(args):
-            for leaf in made:
-                if leaf.untyped_storage()._cdata not in self.live:
-                    self.host(leaf)
-        for leaf in made:
-            self.see(leaf, str(func))
+        on_host = bool(self.hosted) and self._on_host(args)
+        for leaf in tree_leaves(out):
+            if on_host and isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in self.live:
+                self.host(leaf)
+            elif isinstance(leaf, Tensor):
+                self.see(leaf, str(func))
         return out
 
     def _on_host(self, args: Any) -> bool:
@@ -80,22 +77,16 @@ class _CpuInstrument(TorchDispatchMode):
             return
         storage = tensor.untyped_storage()
         key, nbytes = storage._cdata, storage.nbytes()
-        known = self.live.get(key)
-        if known is not None and known[1] == nbytes:
-            return
-        if known is not None:
+        if key in self.live:
+            if self.live[key][1] == nbytes:
+                return
             self._drop(key)
         place = self.place() if self.place is not None else ""
         self.live[key] = (weakref.ref(storage, lambda _, key=key: self._drop(key)), nbytes, place)  # type: ignore[misc]
         if key in self.hosted:
             return
-        self.bytes += nbytes
-        self.places[place] += nbytes
-        if self.record:
-            self.curve.append(self.bytes)
-        if self.bytes > self.peak:
-            self.peak, self.peak_operation = self.bytes, operation
-            self.peak_place, self.peak_places = place, dict(self.places)
+        self._count(place, nbytes)
+        self.peak = max(self.peak, self.bytes)
         if self.budget is not None and self.bytes > self.budget:
             raise DeviceOutOfMemory(
                 f"out of device memory: {self.bytes:,} bytes at {operation or 'the start'} go beyond the budget of "
@@ -103,44 +94,39 @@ class _CpuInstrument(TorchDispatchMode):
             )
 
     def _drop(self, key: int) -> None:
-        known = self.live.pop(key, None)
-        if known is None:
-            return
+        _, nbytes, place = self.live.pop(key, (None, 0, ""))
         if key in self.hosted:
             self.hosted.discard(key)
-            return
-        self.bytes -= known[1]
-        self.places[known[2]] -= known[1]
+        elif nbytes:
+            self._count(place, -nbytes)
+
+    def _count(self, place: str, nbytes: int) -> None:
+        self.bytes += nbytes
+        self.places[place] += nbytes
         if self.record:
             self.curve.append(self.bytes)
 
     def move(self, tensor: Tensor, place: str) -> None:
         """Count this tensor's storage under another place from now on."""
         key = tensor.untyped_storage()._cdata
-        if (known := self.live.get(key)) is None:
-            return
-        self.live[key] = (*known[:2], place)
-        if key not in self.hosted:
-            self.places[known[2]] -= known[1]
-            self.places[place] += known[1]
+        if key in self.live and key not in self.hosted:
+            reference, nbytes, before = self.live[key]
+            self.live[key] = (reference, nbytes, place)
+            self.places[before] -= nbytes
+            self.places[place] += nbytes
 
     def host(self, tensor: Tensor) -> None:
         """Count this tensor's storage as host memory from now on."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = tensor.untyped_storage()._cdata
         if key in self.hosted:
             return
-        if known := self.live.get(key):
-            self.bytes -= known[1]
-            self.places[known[2]] -= known[1]
-            self.hosted.add(key)
+        self.hosted.add(key)
+        if key in self.live:
+            _, nbytes, place = self.live[key]
+            self.bytes -= nbytes
+            self.places[place] -= nbytes
         else:
-            self.hosted.add(key)
             self.see(tensor)
-
-    @property
-    def host_bytes(self) -> int:
-        return sum(nbytes for key, (_, nbytes, _) in self.live.items() if key in self.hosted)
 
 
 class Ledger:
@@ -151,7 +137,7 @@ class Ledger:
         stores: checkpoint stores whose bytes are host memory.
         budget: device bytes after which a run ends with `DeviceOutOfMemory` (not on a CPU: PyTorch's OutOfMemoryError).
         record: keep the curve of live device bytes (CPU only), for a figure.
-        place: says where in the model an operation runs (CPU only), so that `peak_places` can tell bytes apart.
+        place: says where in the model an operation runs (CPU only), for an instrument that tells bytes apart.
     """
 
     instrument = _CpuInstrument
@@ -231,7 +217,6 @@ class Ledger:
         else:
             self._cpu.budget = self.budget
             self._cpu.peak, self._cpu.curve = self._cpu.bytes, []
-            self._cpu.peak_places = dict(self._cpu.places)
 
     @property
     def device_bytes(self) -> int:
@@ -251,25 +236,10 @@ class Ledger:
         """Live device bytes after each allocation and release since `start` (CPU, with `record`)."""
         return self._cpu.curve if self._cpu is not None else []
 
-    @property
-    def peak_places(self) -> dict[str, int]:
-        """Bytes alive at the device peak by the place that made them (CPU, with `place`); "" was there before."""
-        return {name: nbytes for name, nbytes in self._cpu.peak_places.items() if nbytes} if self._cpu else {}
-
-    @property
-    def peak_place(self) -> str:
-        """Where the device peak was reached (CPU, with `place`)."""
-        return self._cpu.peak_place if self._cpu is not None else ""
-
     def move(self, tensor: Tensor, place: str) -> None:
         """Count this tensor under another place from now on (CPU)."""
         if self._cpu is not None:
             self._cpu.move(tensor, place)
-
-    @property
-    def peak_operation(self) -> str:
-        """The operation at which the device peak was reached (CPU)."""
-        return self._cpu.peak_operation if self._cpu is not None else ""
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

@@ -302,8 +302,7 @@ class _Streamed(torch.autograd.Function):
             sums.add(grads, last=not pieces)
             del piece, grads, leaf
         courier.finish()
-        done = iter(sums.done())
-        return (None, None, None, grad_x, *(next(done) if need else None for need in needs))
+        return None, None, None, grad_x, *sums.done(needs)
 
 
 def _rows(pieces: Sequence[RowChunk]) -> list[slice]:

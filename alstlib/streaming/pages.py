@@ -99,7 +99,7 @@ class LayerPages:
         coming = self._fetch(order[0], sums)
         for index, following in itertools.zip_longest(order, order[1:]):
             now, coming = coming, None if following is None else self._fetch(following, sums)
-            page, arrived = self.held[index], [] if now is None else now.get()
+            page, arrived = self.held[index], [] if now is None else now()
             keys = page.device or arrived[:2]
             if sums:
                 found = page.sums or (arrived[-2:] if page.host_sums else [_zeros(t) for t in keys])

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -63,41 +64,55 @@ def check_tile(tile: int) -> int:
     return tile
 
 
+@dataclass(frozen=True)
+class _Work:
+    """What `tiled_compute` was asked, besides its tensors."""
+
+    fn: Callable[..., Any]
+    params: Callable[[], Sequence[Tensor]]
+    tile: int
+    skip: bool
+    module: nn.Module | None
+    travel: Travel | None
+    narrow: bool
+
+    def couriers(self) -> tuple[Courier | None, Courier | None, Courier | None]:
+        """What brings x and takes its gradient, what does the work, what takes the output and brings its gradient."""
+        if self.travel is None:
+            return None, None, None
+        courier = self.travel.courier()
+        return courier if self.travel.x else None, courier, courier if self.travel.out else None
+
+
 class _TiledCompute(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, fn: Callable[..., Tensor], tile: int, params: Callable[[], Sequence[Tensor]], along: Sequence[Tensor],
-        skip: bool, module: nn.Module | None, travel: Travel | None, narrow: bool, x: Tensor, *_: Tensor,
-    ) -> Any:  # fmt: skip
-        ctx.fn, ctx.tile, ctx.params, ctx.travel, ctx.narrow = fn, tile, params, travel, narrow
-        ctx.replay = Replay(x.device if travel is None else travel.device, module)
-        ctx.skipped = skip
+    def forward(ctx: Any, work: _Work, along: Sequence[Tensor], x: Tensor, *_: Tensor) -> Any:
+        ctx.work, ctx.replay = work, Replay(work.travel.device if work.travel else x.device, work.module)
         ctx.set_materialize_grads(False)
         if any(ctx.needs_input_grad):
             ctx.save_for_backward(x, *along)
-        with unchanged(x, module):
-            return x.new_zeros(()).expand_as(x) if skip else _run_tiles(fn, x, along, tile, travel)
+        with unchanged(x, work.module):
+            return x.new_zeros(()).expand_as(x) if work.skip else _run_tiles(work, x, along)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
-        (x, *along), travel = ctx.saved_tensors, ctx.travel
+        (x, *along), work = ctx.saved_tensors, ctx.work
         which = [i for i, grad in enumerate(given) if grad is not None]
-        need_x, needs = ctx.needs_input_grad[8], ctx.needs_input_grad[9:]
-        params = those_that_train(ctx.params(), needs)
-        sums, tiles = GradientSums(params, ctx.narrow), tiles_of(x.shape[1], ctx.tile)
-        xs, courier, out = _ways(travel)
+        need_x, needs = ctx.needs_input_grad[2], ctx.needs_input_grad[3:]
+        params = those_that_train(work.params(), needs)
+        sums, tiles = GradientSums(params, work.narrow), tiles_of(x.shape[1], work.tile)
+        xs, courier, out = work.couriers()
         grad_x = room_like(xs, x) if need_x else None
         with ctx.replay(), torch.enable_grad():
             by_token = [_by_token(grad, x, i > 0) for i, grad in enumerate(given) if grad is not None]
             for rows, (part,), upstream in zip(tiles, parts_of(xs, tiles, x), parts_of(out, tiles, *by_token)):
                 leaf = part.contiguous().detach().requires_grad_(need_x)
-                wanted = [*([leaf] if need_x else []), *params]
-                y = _tensors(ctx.fn(leaf, *(t[:, rows] for t in along)))
+                y = tensors_of(work.fn(leaf, *(t[:, rows] for t in along)))
                 made = [(y[i], grad.reshape_as(y[i])) for i, grad in zip(which, upstream) if y[i].requires_grad]
                 del y, part, upstream
                 roots, above = zip(*made)
-                grads = list(torch.autograd.grad(roots, wanted, above, allow_unused=True))
+                grads = list(torch.autograd.grad(roots, [*[leaf] * need_x, *params], above, allow_unused=True))
                 del made, roots, above
                 if grad_x is not None:
                     first = grads.pop(0)
@@ -106,8 +121,7 @@ class _TiledCompute(torch.autograd.Function):
                 grads = grads[-1:]  # alive during the next tile
         if courier is not None:
             courier.finish()
-        done = iter(sums.done())
-        return (*[None] * 8, grad_x, *(next(done) if need else None for need in needs))
+        return None, None, grad_x, *sums.done(needs)
 
 
 def tiles_of(rows: int, tile: int) -> list[slice]:
@@ -115,13 +129,7 @@ def tiles_of(rows: int, tile: int) -> list[slice]:
     return [slice(lo, min(lo + tile, rows)) for lo in range(0, max(rows, 1), tile)]
 
 
-def _ways(travel: Travel | None) -> tuple[Courier | None, Courier | None, Courier | None]:
-    """What brings x and takes its gradient, what does the work, what takes the output and brings its gradient."""
-    courier = None if travel is None else travel.courier()
-    return (courier if travel and travel.x else None), courier, (courier if travel and travel.out else None)
-
-
-def _tensors(made: Any) -> tuple[Tensor, ...]:
+def tensors_of(made: Any) -> tuple[Tensor, ...]:
     return (made,) if isinstance(made, Tensor) else tuple(made)
 
 
@@ -136,14 +144,15 @@ def _by_token(made: Tensor, x: Tensor, further: bool) -> Tensor:
     return made.unflatten(0, x.shape[:2])
 
 
-def _run_tiles(fn: Callable[..., Any], x: Tensor, along: Sequence[Tensor], tile: int, travel: Travel | None) -> Any:
-    """Run fn on tiles of dimension 1, writing each result into one output; where fn returns several, into as many."""
+def _run_tiles(work: _Work, x: Tensor, along: Sequence[Tensor]) -> Any:
+    """Run tiles of dimension 1, writing each result into one output; where the function returns several, into as
+    many."""
     outs: list[Tensor] = []
     flat: list[bool] = []
-    (xs, courier, to), tiles = _ways(travel), tiles_of(x.shape[1], tile)
+    (xs, courier, to), tiles = work.couriers(), tiles_of(x.shape[1], work.tile)
     for rows, (own,) in zip(tiles, parts_of(xs, tiles, x)):
-        made = fn(own.contiguous(), *(t[:, rows] for t in along))
-        alone, parts = isinstance(made, Tensor), list(_tensors(made))
+        made = work.fn(own.contiguous(), *(t[:, rows] for t in along))
+        alone, parts = isinstance(made, Tensor), list(tensors_of(made))
         shaped = [_by_token(part, own, i > 0) for i, part in enumerate(parts)]
         if to is None and len(tiles) == 1:
             return made if alone else tuple(parts)
@@ -198,19 +207,16 @@ def tiled_compute(
         ValueError: `tile` is less than 1, or `fn` does not keep the shape [B, S, ...].
     """
     get = params if callable(params) else lambda: params
-    return _TiledCompute.apply(fn, check_tile(tile), get, tuple(along), skip, module, travel, narrow, x, *get())
-
-
-def adopt(new: nn.Module, old: nn.Module) -> None:
-    """Make `new` own what `old` owns, under the same names: parameter names, state dicts and wrappers stay as they
-    were. The dictionaries are shared, so that a weight replaced in one is replaced in the other."""
-    for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-        new.__dict__[name] = old.__dict__[name]
-    new.__dict__["inner"] = old  # not a child: its children are ours already
+    work = _Work(fn, get, check_tile(tile), skip, module, travel, narrow)
+    return _TiledCompute.apply(work, tuple(along), x, *get())
 
 
 class TiledModule(nn.Module):
-    """Base of modules that stand in for another of the same names and run it tile by tile. `inner` is the original."""
+    """Base of modules that stand in for another and run it tile by tile. `inner` is the original.
+
+    A stand-in owns what the original owns, under the same names: parameter names, state dicts and wrappers stay as they
+    were. The dictionaries are shared, so that a weight replaced in one is replaced in the other.
+    """
 
     inner: nn.Module
     travel: Callable[[], Travel | None] = staticmethod(lambda: None)
@@ -218,7 +224,9 @@ class TiledModule(nn.Module):
 
     def __init__(self, inner: nn.Module, tile: int | None = None) -> None:
         nn.Module.__init__(self)  # a class of ours may be one of the original's too, which needs more
-        adopt(self, inner)
+        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[name] = inner.__dict__[name]
+        self.__dict__["inner"] = inner  # not a child: its children are ours already
         # DeepSpeed ZeRO-3 gathers the weights of a leaf once around forward and once around backward. A module without
         # children is gathered so anyway, and a leaf's gradients are sent when its own backward ends, which is too early
         # for a weight that another module uses too
@@ -243,6 +251,16 @@ class TiledModule(nn.Module):
     def trainable(self) -> list[nn.Parameter]:
         return [p for p in self.inner.parameters() if p.requires_grad]
 
+    def forward(self, x: Tensor) -> Any:
+        if x.ndim > 2:
+            return self.tiled(x)
+        first, *further = tensors_of(self.forward(x[None]))  # [B * S, E]
+        return (first[0], *further) if further else first[0]
+
+    def tiled(self, x: Tensor) -> Any:
+        """What the module makes of x [B, S, E]."""
+        raise NotImplementedError
+
 
 class TiledMLP(TiledModule):
     """Replaces a token-wise MLP and runs it tile by tile; it may be gated, and may have LoRA layers or dropout inside.
@@ -259,30 +277,25 @@ class TiledMLP(TiledModule):
     further_unread = False
     """Whether the layer was seen to do nothing with its further outputs (`skip.find_followers`)."""
 
-    def __init__(self, mlp: nn.Module, tile: int | None = None) -> None:
-        super().__init__(mlp, tile)
-
-    def forward(self, x: Tensor) -> Any:
-        if x.ndim == 2:  # [B * S, E]
-            first, *further = _tensors(self.forward(x[None]))
-            return (first[0], *further) if further else first[0]
+    def tiled(self, x: Tensor) -> Any:
         tile, asked = self.tile or self._default_tile(x), now() or Pass()
         if asked.whole and x.shape[1] <= tile:
             return self._run(x)
-        run, along = self._work()
-        how: Any = {"tile": tile, "along": along, "module": self.inner, "narrow": self.narrow}
-        if asked.skip and self not in asked.drew and (self.further_unread or not self.further):
-            then = asked.followers.get(self)
-            if then is not None and then.ready():
-                run, params = then.after(run, self.trainable)
-                return then.expect(tiled_compute(run, x, params, skip=True, **how))
-            out = tiled_compute(run, x, self.trainable, skip=True, **how)
-            return (out, *[None] * self.further) if self.further else out
+        (run, along), params = self._work(), self.trainable
+        skip = asked.skip and self not in asked.drew and (self.further_unread or not self.further)
+        then: Any = asked.followers.get(self) if skip else None
+        if follows := then is not None and then.ready():
+            run, params = then.after(run, params)
         before = Replay(x.device)
-        out = tiled_compute(run, x, self.trainable, **how)
+        out = tiled_compute(
+            run, x, params, tile=tile, along=along, skip=skip, module=self.inner, narrow=self.narrow
+        )  # fmt: skip
+        if skip:
+            out = then.expect(out) if follows else out
+            return (out, *[None] * self.further) if self.further else out
         if before.has_moved():
             asked.drew.add(self)
-        self.further = len(_tensors(out)) - 1
+        self.further = len(tensors_of(out)) - 1
         return out
 
     def _run(self, x: Tensor) -> Any:
@@ -311,9 +324,7 @@ class TiledNorm(TiledModule):
         tile: tokens in one tile; None chooses by `default_tile`.
     """
 
-    def forward(self, x: Tensor) -> Tensor:
-        if x.ndim == 2:  # [B * S, E]
-            return self.forward(x[None])[0]
+    def tiled(self, x: Tensor) -> Tensor:
         travel = self.travel()
         tile = self.tile or default_tile(x.shape[-1], 4, travel.device if travel else x.device)
         return tiled_compute(self.inner, x, self.trainable, tile=tile, module=self.inner, travel=travel)

@@ -5,14 +5,14 @@ Shape legend: N tokens, t tokens of a tile, E model width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from alstlib.offload.courier import Courier, parts_of, room_like
+from alstlib.offload.courier import Travel, parts_of, room_like
 from alstlib.tiled.compute import default_tile, tiles_of
 from alstlib.units import IGNORE
 
@@ -31,7 +31,7 @@ class LogitTransform:
 
     @property
     def is_identity(self) -> bool:
-        return self.scale == 1.0 and self.softcap is None
+        return self == LogitTransform()
 
     def __call__(self, logits: Tensor) -> Tensor:
         if self.scale != 1.0:
@@ -141,55 +141,85 @@ class Statistics:
         return torch.stack([self.entropy.sum(dtype=torch.float64), self.correct.sum().double()])
 
 
-class Gradients:
-    """Gradients of a head's input rows [N, E], weight and bias, tile by tile; the last two add up in fp32 or wider."""
+@dataclass(frozen=True)
+class HeadCall:
+    """The labels of one call of a head, and how its tiles are computed."""
+
+    labels: Tensor
+    tile: int
+    dtype: torch.dtype
+    """Precision of the products."""
+    transform: LogitTransform
+    travel: Travel | None = None
+    statistics: Statistics | None = None
+    smoothing: float = 0.0
+
+
+class HeadPass:
+    """One pass over the tiles of a head's call; gradients of its weight and bias add up in fp32 or wider.
+
+    Args:
+        needs: whether gradients of hidden, weight and bias are wanted.
+    """
 
     def __init__(
-        self, rows: Tensor, weight: Tensor, bias: Tensor | None, needs: list[bool], courier: Courier | None
+        self, call: HeadCall, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool]
     ) -> None:
-        wide = torch.promote_types(rows.dtype, torch.float32)
-        self.courier, self.head = courier, weight
-        self.rows = room_like(courier, rows) if needs[0] else None
-        self.weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
-        self.bias = torch.zeros_like(bias, dtype=wide) if needs[2] and bias is not None else None
+        self.call, self.needs, self.shape = call, any(needs), hidden.shape
+        self.wide = torch.promote_types(hidden.dtype, torch.float32)
+        self.courier = None if call.travel is None else call.travel.courier()
+        self.dtypes = weight.dtype, None if bias is None else bias.dtype
+        self.rows = room_like(self.courier, hidden.reshape(-1, hidden.shape[-1])) if needs[0] else None
+        self.weight = torch.zeros_like(weight, dtype=self.wide) if needs[1] else None
+        self.bias = torch.zeros_like(bias, dtype=self.wide) if needs[2] and bias is not None else None
 
-    def add(self, at: slice, part: Tensor, grad: Tensor) -> None:
-        """Add those of the tile `part` [t, E], whose logits have this gradient [t, V]."""
+    def logps(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, upstream: Tensor
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """For each tile, its place and the log-probabilities [t] of its labels. The gradients are those of the sum of
+        upstream [N] * log-probabilities."""
+        call, targets, rows = self.call, self.call.labels.reshape(-1), hidden.reshape(1, -1, hidden.shape[-1])
+        weight, bias = weight.to(call.dtype), None if bias is None else bias.to(call.dtype)
+        tiles = tiles_of(targets.shape[0], call.tile)
+        for at, (part,) in zip(tiles, parts_of(self.courier, tiles, rows)):
+            part = part[0]
+            logits = call.transform(nn.functional.linear(part, weight, bias).to(self.wide))
+            transform = call.transform if self.needs else None
+            one = Softmax(logits, targets[at], transform, call.statistics is not None, call.smoothing)
+            del logits
+            if call.statistics is not None:
+                call.statistics.note(at, one)
+            logps = one.logps()
+            if self.needs:
+                self._add(at, part, one.grad(upstream[at]), weight)
+            del part, one
+            yield at, logps
+        if self.courier is not None:
+            self.courier.finish()
+
+    def _add(self, at: slice, part: Tensor, grad: Tensor, weight: Tensor) -> None:
+        """Add the gradients of the tile `part` [t, E], whose logits have this gradient [t, V]."""
         if self.bias is not None:
             self.bias += grad.sum(0)
         grad = grad.to(part.dtype)
         if self.rows is not None and self.courier is None:
-            torch.mm(grad, self.head, out=self.rows[at])
+            torch.mm(grad, weight, out=self.rows[at])
         elif self.rows is not None and self.courier is not None:
-            self.courier.send(self.rows[at], grad @ self.head)
+            self.courier.send(self.rows[at], grad @ weight)
         if self.weight is not None:
             if grad.dtype == self.weight.dtype:
                 self.weight.addmm_(grad.T, part)
             else:
                 self.weight += grad.T @ part
 
-
-def tiles_of_logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, tile: int, transform: LogitTransform,
-    courier: Courier | None, grads: bool, found: Statistics | None = None, smoothing: float = 0.0,
-) -> Iterator[tuple[slice, Tensor, Softmax]]:  # fmt: skip
-    """For each tile, its place, its rows and its softmax; who takes them lets go of them before the next. The
-    statistics of each are noted in `found`."""
-    rows, targets = hidden.reshape(1, -1, hidden.shape[-1]), labels.reshape(-1)
-    wide, tiles = torch.promote_types(hidden.dtype, torch.float32), tiles_of(rows.shape[1], tile)
-    if found is not None:
-        found.begin(labels, wide)
-    for at, (part,) in zip(tiles, parts_of(courier, tiles, rows)):
-        part = part[0]
-        logits = transform(nn.functional.linear(part, weight, bias).to(wide))
-        one = Softmax(logits, targets[at], transform if grads else None, found is not None, smoothing)
-        del logits
-        if found is not None:
-            found.note(at, one)
-        yield at, part, one
-        del part, one
-    if courier is not None:
-        courier.finish()
+    def grads(self, scale: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        """Those of hidden, weight and bias, times a number."""
+        made = [self.rows, self.weight, self.bias]
+        if scale is not None:
+            made = [g if g is None else g.mul_(scale.to(g.device)) for g in made]
+        rows, *others = made
+        kept = (g if g is None else g.to(dtype) for g, dtype in zip(others, self.dtypes))
+        return (None if rows is None else rows.view(self.shape), *kept)
 
 
 def check_labels(labels: Tensor, hidden: Tensor, vocabulary: int) -> None:

@@ -25,58 +25,69 @@ from torch import Tensor, nn
 from alstlib.offload.courier import Travel
 from alstlib.recompute import first_order
 from alstlib.tiled.compute import TiledModule, check_tile, default_tile, tiled_compute, tiles_of
-from alstlib.tiled.logits import Gradients, LogitTransform, Statistics, check_labels, tiles_of_logits
+from alstlib.tiled.logits import HeadCall, HeadPass, LogitTransform, Statistics, check_labels
 from alstlib.units import IGNORE
 
 
 class _TiledLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, tile: int,
-        transform: LogitTransform, train: bool, travel: Travel | None, found: Statistics | None,
-        smoothing: float,
+        ctx: Any, call: HeadCall, train: bool, hidden: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:  # fmt: skip
         # autograd says which inputs require a gradient, under no_grad too
-        needs = [train and need for need in ctx.needs_input_grad[:3]]
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        courier = None if travel is None else travel.courier()
-        total = torch.zeros((), dtype=wide, device=labels.device)
-        grads = Gradients(hidden.reshape(-1, hidden.shape[-1]), weight, bias, needs, courier)
-        some = tiles_of_logits(
-            hidden, weight, bias, labels, tile, transform, courier, any(needs), found, smoothing
-        )  # fmt: skip
-        for at, part, one in some:
-            total -= one.logps().sum()
-            if any(needs):
-                grads.add(at, part, one.grad(one.sums.new_full((), -1.0)))
-            del part, one
-        ctx.grads = (grads.rows, grads.weight, grads.bias)
-        ctx.like = (hidden.shape, weight.dtype, None if bias is None else bias.dtype)
+        ctx.found = HeadPass(call, hidden, weight, bias, [train and need for need in ctx.needs_input_grad[2:]])
+        total = torch.zeros((), dtype=ctx.found.wide, device=call.labels.device)
+        upstream = torch.full_like(total, -1.0).expand(call.labels.numel())
+        for _, logps in ctx.found.logps(hidden, weight, bias, upstream):
+            total -= logps.sum()
         return total
 
     @staticmethod
     @first_order
     def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
-        if ctx.grads is None:
+        if ctx.found is None:
             raise RuntimeError(
                 "tiled_logits_loss: backward ran a second time, but its gradients are freed after the first; run "
                 "forward again"
             )
-        (rows, weight, bias), (shape, weight_dtype, bias_dtype) = ctx.grads, ctx.like
-        ctx.grads = None
-        rows = None if rows is None else rows.mul_(upstream.to(rows.device)).view(shape)
-        weight = None if weight is None else weight.mul_(upstream).to(weight_dtype)
-        bias = None if bias is None else bias.mul_(upstream).to(bias_dtype)
-        return rows, weight, bias, *[None] * 7
+        found, ctx.found = ctx.found, None
+        return None, None, *found.grads(upstream)
+
+
+class _TiledLogps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: HeadCall, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.call = replace(call, statistics=None)
+        ctx.save_for_backward(hidden, weight, bias)
+        found = HeadPass(call, hidden, weight, bias, (False, False, False))
+        made = torch.zeros(call.labels.shape, dtype=found.wide, device=call.labels.device)
+        for at, logps in found.logps(hidden, weight, bias, made):
+            made.view(-1)[at] = logps
+        return made
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
+        hidden, weight, bias = ctx.saved_tensors
+        found = HeadPass(ctx.call, hidden, weight, bias, ctx.needs_input_grad[1:])
+        for _ in found.logps(hidden, weight, bias, upstream.reshape(-1)):
+            pass
+        return None, *found.grads()
 
 
 def tiled_logits_loss(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, tile: int | None = None,
     transform: LogitTransform | None = None, travel: Travel | None = None,
-    statistics: Statistics | None = None, label_smoothing: float = 0.0,
+    statistics: Statistics | None = None, label_smoothing: float = 0.0, temperature: float | None = None,
 ) -> Tensor:  # fmt: skip
     """The sum of the cross-entropy over the valid tokens, computed tile by tile: the logits of the whole sequence never
-    exist (ALST, section 3.1).
+    exist (ALST, section 3.1). With a temperature, the log-probability of each label, for losses that give each token a
+    weight (DPO, GRPO).
+
+    Then each token may have an upstream gradient of its own, so backward makes the logits of each tile again: one
+    matrix product more. With 32,768 tokens at the head of Llama-3.1-8B in bf16 (E 4,096, V 128,256) and tiles of 1,024
+    tokens, forward takes 0.7 GiB and backward 3.9 GiB, of which 2.2 GiB are the gradients; log_softmax over whole
+    logits takes 47 GiB (the ledger's peaks over fake tensors).
 
     Args:
         hidden: [..., E], the input of the head.
@@ -88,92 +99,31 @@ def tiled_logits_loss(
             they are on the device.
         statistics: receives the entropy of each token and whether its label has the largest logit.
         label_smoothing: as in PyTorch's cross_entropy.
-
-    Returns:
-        A scalar in fp32 (or wider), in nats. It is a sum: divide it by the number of valid tokens of the whole batch.
-
-    Raises:
-        ValueError: the shape of labels is not that of hidden without its width, or a label is outside the vocabulary
-            (checked on a CPU).
-    """
-    tile, dtype = _checked(hidden, weight, labels, tile)
-    transform = transform or LogitTransform()
-    if dtype is not None:
-        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    return _TiledLoss.apply(
-        hidden, weight, bias, labels, tile, transform, torch.is_grad_enabled(), travel, statistics, label_smoothing
-    )
-
-
-def _checked(hidden: Tensor, weight: Tensor, labels: Tensor, tile: int | None) -> tuple[int, torch.dtype | None]:
-    """The tile of a head's call whose labels are checked, and autocast's dtype; None without autocast."""
-    check_labels(labels, hidden, weight.shape[0])
-    kind = labels.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    return default_tile(weight.shape[0], 4, labels.device) if tile is None else check_tile(tile), dtype
-
-
-class _TiledLogps(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, tile: int,
-        transform: LogitTransform, dtype: torch.dtype, travel: Travel | None, found: Statistics | None,
-    ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(hidden, weight, bias, labels)
-        ctx.how = tile, transform, dtype, travel
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        courier = None if travel is None else travel.courier()
-        logps = torch.zeros(labels.shape, dtype=wide, device=labels.device)
-        weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-        for at, part, one in tiles_of_logits(hidden, weight, bias, labels, tile, transform, courier, False, found):
-            logps.view(-1)[at] = one.logps()
-            del part, one
-        return logps
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
-        (hidden, weight, bias, labels), (tile, transform, dtype, travel) = ctx.saved_tensors, ctx.how
-        courier, needs = None if travel is None else travel.courier(), list(ctx.needs_input_grad[:3])
-        kept = (weight.dtype, None if bias is None else bias.dtype)
-        weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-        grads = Gradients(hidden.reshape(-1, hidden.shape[-1]), weight, bias, needs, courier)
-        upstream = upstream.reshape(-1)
-        for at, part, one in tiles_of_logits(hidden, weight, bias, labels, tile, transform, courier, True):
-            grads.add(at, part, one.grad(upstream[at]))
-            del part, one
-        rows = None if grads.rows is None else grads.rows.view(hidden.shape)
-        made = [None if g is None else g.to(d) for g, d in zip((grads.weight, grads.bias), kept)]
-        return rows, *made, *[None] * 6
-
-
-def tiled_token_logps(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, tile: int | None = None,
-    transform: LogitTransform | None = None, temperature: float = 1.0, travel: Travel | None = None,
-    statistics: Statistics | None = None,
-) -> Tensor:  # fmt: skip
-    """The log-probability of each label, computed in tiles: for losses that give each token a weight (DPO, GRPO).
-
-    Each token may have an upstream gradient of its own, so backward makes the logits of each tile again: one matrix
-    product more than `tiled_logits_loss`. With 32,768 tokens at the head of Llama-3.1-8B in bf16 (E 4,096, V 128,256)
-    and tiles of 1,024 tokens, forward takes 0.7 GiB and backward 3.9 GiB, of which 2.2 GiB are the gradients;
-    log_softmax over whole logits takes 47 GiB (the ledger's peaks over fake tensors).
-
-    Args:
-        hidden, weight, labels, bias, tile, transform, travel, statistics: as `tiled_logits_loss` takes them.
         temperature: the number by which the logits are divided, after the transform.
 
     Returns:
-        A tensor of labels' shape in fp32 (or wider), in nats; 0 where the label is -100.
+        A scalar in fp32 (or wider), in nats. It is a sum: divide it by the number of valid tokens of the whole batch.
+        With a temperature, a tensor of labels' shape, 0 where the label is -100.
 
     Raises:
-        ValueError: as `tiled_logits_loss`; the temperature is not above 0.
+        ValueError: the shape of labels is not that of hidden without its width, or a label is outside the vocabulary
+            (checked on a CPU); the temperature is not above 0.
     """
-    if not temperature > 0:
+    if temperature is not None and not temperature > 0:
         raise ValueError(f"temperature={temperature!r} must be above 0; 1.0 leaves the logits as they are")
-    transform, (tile, dtype) = (transform or LogitTransform()).at(temperature), _checked(hidden, weight, labels, tile)
-    hidden = hidden if dtype is None else hidden.to(dtype)
-    return _TiledLogps.apply(hidden, weight, bias, labels, tile, transform, dtype or weight.dtype, travel, statistics)
+    check_labels(labels, hidden, weight.shape[0])
+    kind, dtype = labels.device.type, weight.dtype
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        hidden = hidden.to(dtype)
+    if statistics is not None:
+        statistics.begin(labels, torch.promote_types(hidden.dtype, torch.float32))
+    tile = default_tile(weight.shape[0], 4, labels.device) if tile is None else check_tile(tile)
+    transform = (transform or LogitTransform()).at(temperature or 1.0)
+    call = HeadCall(labels, tile, dtype, transform, travel, statistics, label_smoothing)
+    if temperature is not None:
+        return _TiledLogps.apply(call, hidden, weight, bias)
+    return _TiledLoss.apply(call, torch.is_grad_enabled(), hidden, weight, bias)
 
 
 Look = Callable[[Tensor], Any]
@@ -196,10 +146,6 @@ class TiledHead(TiledModule):
         """Factor by which `apply` multiplies the loss after the model's own treatment of its logits."""
 
     @property
-    def plain(self) -> bool:
-        return type(self.inner) is nn.Linear
-
-    @property
     def vocabulary(self) -> int:
         return max(p.shape[0] for p in self.inner.parameters() if p.ndim == 2)
 
@@ -213,18 +159,15 @@ class TiledHead(TiledModule):
             return self.inner(hidden)
         if look is not None:
             self._show(hidden, labels, look)
-        if not self.plain:
+        head: Any = self.inner
+        if type(head) is not nn.Linear:
             transform = self.transform.at(temperature or 1.0)
             logps = self._through_module(hidden, labels, transform, statistics, smoothing)
             return -logps.sum() if temperature is None else logps
-        weight: Any = self.inner.weight
-        given: Any = {
-            "bias": self.inner.bias, "tile": self.tile, "transform": self.transform, "travel": self.travel(),
-            "statistics": statistics,
-        }  # fmt: skip
-        if temperature is not None:
-            return tiled_token_logps(hidden, weight, labels, temperature=temperature, **given)
-        return tiled_logits_loss(hidden, weight, labels, label_smoothing=smoothing, **given)
+        return tiled_logits_loss(
+            hidden, head.weight, labels, bias=head.bias, tile=self.tile, transform=self.transform, travel=self.travel(),
+            statistics=statistics, label_smoothing=smoothing, temperature=temperature,
+        )  # fmt: skip
 
     @torch.no_grad()
     def _show(self, hidden: Tensor, labels: Tensor, look: Look) -> None:
@@ -240,7 +183,7 @@ class TiledHead(TiledModule):
         """Any head: log-probabilities by tiles of its own forward, recomputed in backward."""
         tile, travel = self.tile or default_tile(self.vocabulary, 4, labels.device), self.travel()
 
-        def token_logps(part: Tensor, target: Tensor) -> Tensor:
+        def token_logps(part: Tensor, target: Tensor) -> Any:
             logits = self.inner(part)
             logits = transform(logits.to(torch.promote_types(logits.dtype, torch.float32)))
             loss = nn.functional.cross_entropy(
@@ -251,7 +194,7 @@ class TiledHead(TiledModule):
             if statistics is None:
                 return logps
             found = Statistics().of(logits, target)
-            return torch.stack([logps, found.entropy, found.correct.to(logps.dtype), found.mean], -1)
+            return logps, found.entropy, found.correct, found.mean
 
         travel = None if travel is None else replace(travel, out=False)
         made = tiled_compute(
@@ -259,6 +202,6 @@ class TiledHead(TiledModule):
         )  # fmt: skip
         if statistics is None:
             return made
-        statistics.entropy, correct, statistics.mean = made.detach()[..., 1:].unbind(-1)
-        statistics.correct = correct.bool()
-        return made[..., 0]
+        logps, *found = made
+        statistics.entropy, statistics.correct, statistics.mean = (t.detach() for t in found)
+        return logps

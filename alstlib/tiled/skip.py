@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from alstlib.recompute import Replay, Values
-from alstlib.tiled.compute import TiledMLP, is_norm
+from alstlib.recompute import Values
+from alstlib.tiled.compute import TiledMLP, is_norm, tensors_of
 
 _HOOKS = (
     "PreBackwardFunctionForModuleBackward", "PostBackwardFunctionModuleBackward", "BackwardHookFunctionBackward"
@@ -39,8 +39,6 @@ class Follower:
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.original = module, module.forward
-        self.draws = False
-        """Whether the module ever drew random numbers: tiles would draw others."""
         self.forget()
 
     def forget(self) -> None:
@@ -52,7 +50,7 @@ class Follower:
     def ready(self) -> bool:
         """Whether the module's weights are whole here: an engine may hold them sharded until the module is called."""
         whole = (not hasattr(p, "full_tensor") and p.shape == getattr(p, "ds_shape", p.shape) for p in self._weights())
-        return not self.draws and all(whole)
+        return all(whole)
 
     def gather_with(self, mlp: TiledMLP) -> None:
         """Have DeepSpeed ZeRO-3 gather the module's weights together with the MLP's. They stay registered while the
@@ -84,10 +82,7 @@ class Follower:
             out = args[0].view_as(args[0])
             self.passed.append(out.grad_fn)
             return out
-        before = Replay(args[0].device) if args and isinstance(args[0], Tensor) else None
-        out = self.original(*args, **kwargs)
-        self.draws |= before is not None and before.has_moved()
-        return out
+        return self.original(*args, **kwargs)
 
     def alone_reads(self, parents: dict[Any, list[Any]]) -> bool:
         """Whether the output of the tiles goes to the module's one call, and nowhere else."""
@@ -118,12 +113,11 @@ def find_followers(
     made: dict[TiledMLP, Values] = {}
     reads = _Reads()
 
-    def keep(mlp: Any, args: tuple[Any, ...], out: Any) -> None:
-        if isinstance(out, Tensor) and out.ndim == 3 and out.dtype == args[0].dtype:
-            made[mlp] = Values(out)
-
-    def watch(mlp: Any, args: tuple[Any, ...], out: Any) -> None:
-        reads.watched += [] if isinstance(out, Tensor) else [(mlp, Values(t)) for t in out[1:]]
+    def note(mlp: Any, args: tuple[Any, ...], out: Any) -> None:
+        first, *further = tensors_of(out)
+        if not further and first.ndim == 3 and first.dtype == args[0].dtype:
+            made[mlp] = Values(first)
+        reads.watched += [(mlp, Values(t)) for t in further]
 
     def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         for mlp, values in made.items():
@@ -133,10 +127,9 @@ def find_followers(
                 found[mlp] = module
 
     plain = [m for m in layer.children() if is_norm(m) and not [*m.children(), *m.buffers()]]
-    # first of the hooks: engines take weights away in theirs
+    # first of a norm's hooks: engines take weights away in theirs; last of an MLP's: they look at outputs in theirs
     hooks = [m.register_forward_hook(look, prepend=True, with_kwargs=True) for m in plain]
-    hooks += [mlp.register_forward_hook(keep, prepend=True) for mlp in mlps]
-    hooks += [mlp.register_forward_hook(watch) for mlp in mlps]  # the last: engines look at outputs in theirs
+    hooks += [mlp.register_forward_hook(note) for mlp in mlps]
     try:
         with reads:
             yield found
@@ -198,7 +191,7 @@ def output_unread(out: Tensor, followers: Iterable[Follower] = ()) -> bool:
     seen = set(stack)
     while stack:
         node = stack.pop()
-        if type(node).__name__ == "_TiledComputeBackward" and cast(Any, node).skipped:
+        if type(node).__name__ == "_TiledComputeBackward" and cast(Any, node).work.skip:
             above.append(node)  # and go on below it: another may feed this one, which reads its input
         for child, _ in node.next_functions:
             if child is not None:

@@ -46,7 +46,7 @@ def fake_cuda(capability=(9, 0)):
     class Slab:
         """Host memory without the registration at the driver."""
 
-        def __init__(self, nbytes, pin):
+        def __init__(self, nbytes, device):
             self.bytes = torch.empty(nbytes, dtype=torch.uint8)
 
         view = host_store._Slab.view

@@ -19,7 +19,7 @@ from alstlib import recompute
 from alstlib.data.loader import SPDataLoader
 from alstlib.hf import block_step, causal_lm_loss, layer_runner
 from alstlib.linear import adapter, convolution, pass_state
-from alstlib.offload import checkpoints, courier, host_store, storage
+from alstlib.offload import checkpoints, courier, host_store
 from alstlib.streaming import blocks, chunked, pages
 from alstlib.tiled import compute
 from alstlib.ulysses import alltoall, attention, head_layouts
@@ -51,33 +51,26 @@ ZERO2 = Case("bamba", "2x2", data="lengths", way="blocks", engine="zero2", state
 ZERO3 = Case("llama", engine="zero3")
 FROZEN = Case("llama", weights="frozen embeddings", way="chunks", engine="zero3")
 THREADS = Case("llama", way="host", engine="ddp", device="late")
-ARRIVAL, COPIES, STORE, LAYER_PAGES = courier.Arrival, storage.Copies, host_store.HostStore, pages.LayerPages
+COURIER, TICKET, LAYER_PAGES = courier.Courier, host_store.Ticket, pages.LayerPages
 PREFIX, AROUND, EXCHANGE = pass_state._Slice.prefix, convolution._TokensAround, alltoall.Exchange
 SHARE = "ctx.world_size * engine_divides_by / step_tokens"
 
 MUTATIONS = {
     # the courier and the store
     "fetch: the buffers may still be read": Mutation(
-        COPIES.fetch, "self.back.wait_stream(compute)", "pass", ALONE
+        COURIER.fetch, "back.wait_stream(compute)", "pass", ALONE
     ),
-    "fetch: what was sent is not there yet": Mutation(COPIES.fetch, "self.back.wait_event(after)", "pass", ALONE),
-    "fetch: compute does not wait": Mutation(ARRIVAL.get, "copies.compute.wait_event(self.event)", "pass", ALONE),
+    "fetch: what was sent is not there yet": Mutation(COURIER.fetch, "back.wait_event(after)", "pass", ALONE),
+    "fetch: compute does not wait": Mutation(COURIER.fetch, "self.compute.wait_event(done)", "pass", ALONE),
     "fetch: an event of the wrong stream": Mutation(
-        COPIES.fetch, "self.back.record_event()", "compute.record_event()", ALONE
+        COURIER.fetch, "back.record_event()", "compute.record_event()", ALONE
     ),
-    "send: out does not wait": Mutation(COPIES.send, "self.out.wait_stream(compute)", "pass", ALONE),
-    "send: x is freed": Mutation(COPIES.send, "append((x, done))", "append((None, done))", ALONE),
-    "send: x is freed without a wait": Mutation(COPIES.send, "compute.wait_event(done_before)", "pass", ALONE),
-    "finish: the host does not wait": Mutation(COPIES.finish, "stream.synchronize()", "pass", ALONE),
+    "send: out does not wait": Mutation(COURIER.send, "out.wait_stream(compute)", "pass", ALONE),
+    "send: x is freed": Mutation(COURIER.send, "append((x, done))", "append((None, done))", ALONE),
+    "send: x is freed without a wait": Mutation(COURIER.send, "compute.wait_event(done_before)", "pass", ALONE),
+    "finish: the host does not wait": Mutation(COURIER.finish, "stream.synchronize()", "pass", ALONE),
     "finish: rotary tables are not there yet": Mutation(compute._run_tiles, "courier.finish()", "pass", ALONE),
-    "put: out does not wait": Mutation(COPIES.send, "self.out.wait_stream(compute)", "pass", ALONE_KEPT),
-    "put: x is freed": Mutation(COPIES.send, "append((x, done))", "append((None, done))", ALONE_KEPT),
-    "put: x is freed without a wait": Mutation(COPIES.send, "compute.wait_event(done_before)", "pass", ALONE_KEPT),
-    "get: compute does not wait": Mutation(STORE.get, "copies.compute.wait_event(event)", "pass", ALONE_KEPT),
-    "store: back does not wait": Mutation(STORE._fetch, "hosts, ticket.sent)", "hosts, None)", ALONE_KEPT),
-    "store: the buffers may still be read": Mutation(
-        COPIES.fetch, "self.back.wait_stream(compute)", "pass", ALONE_KEPT
-    ),
+    "store: back does not wait": Mutation(TICKET.fetch, "after=self.sent", "after=None", ALONE_KEPT),
     # pages and chunks
     "pages: sums do not go to the host": Mutation(
         LAYER_PAGES._send_sums, "page.host_sums, page.sums = self._send(page, page.sums, page.host_sums), []",

@@ -29,13 +29,10 @@ def test_bars_have_names_numbers_and_colours_that_differ():
     assert axes.get_xlabel() == "sent [MiB]"
 
 
-def test_pairs_of_bars_are_of_tokens_on_a_log_axis_or_of_anything_from_zero():
-    (axes,) = plots.paired({"a": (32_000, 64_000)}, ("stated", "predicted"), "longest sequence [tokens]").axes
-    assert (axes.get_xscale(), texts_of(axes)) == ("log", ["32K", "64K"])
-    assert not axes.patches  # no bars: where a log axis begins is arbitrary
+def test_pairs_of_bars_begin_at_zero():
     rows = {"a": (1234.56, 2.0), "b": (3.0, 4.0)}
-    (axes,) = plots.paired(rows, ("measured", "predicted"), "peak [MiB]", log=False, show="{:,.1f}".format).axes
-    assert (axes.get_xscale(), axes.get_xlim()[0]) == ("linear", 0)
+    (axes,) = plots.paired(rows, ("measured", "predicted"), "peak [MiB]", show="{:,.1f}".format).axes
+    assert axes.get_xlim()[0] == 0
     assert texts_of(axes) == ["1,234.6", "3.0", "2.0", "4.0"]
     assert texts_of(axes.get_legend()) == ["measured", "predicted"]
 
@@ -45,6 +42,12 @@ def test_any_number_of_lines_can_be_told_apart(draw, names):
     (axes,) = draw({f"run {i}": {1: 2.0 + i, 2: 1.0} for i in range(20)}, *names).axes
     lines = [line for line in axes.lines if str(line.get_label()).startswith("run")]
     assert len({(line.get_color(), line.get_marker()) for line in lines}) == 20
+
+
+def test_a_legend_has_the_first_of_too_many_lines():
+    legend = plots.peaks({f"row {i}": [(1000, 2**20), (2000, 2**21)] for i in range(25)}).axes[0].get_legend()
+    assert texts_of(legend) == [f"row {i}" for i in range(10)]
+    assert legend.get_title().get_text() == "and 15 more"
 
 
 def test_parts_that_figures_know_differ_in_colour():

@@ -37,22 +37,23 @@ def test_controls_without_a_kernel_show_the_first(monkeypatch):
     assert not hasattr(left, "children")
 
 
-def test_a_figure_by_itself(monkeypatch):
-    """With values named as lengths are."""
-    drawn = []
+def test_a_figure_or_a_table_by_itself(monkeypatch):
+    """With values named as lengths are, and a checkbox for a flag."""
 
-    def one(tokens):
-        drawn.append(tokens)
-        return plots.bars({"a": float(tokens)}, "tokens")
+    def one(tokens, table):
+        return str(tokens) if table else plots.bars({"a": float(tokens)}, "tokens")
 
     monkeypatch.setenv("ALST_STATIC", "1")
-    assert widgets.follow(one, tokens=([1000, 2000], 1000)).axes
+    controls = {"tokens": ([1000, 2000], 1000)}
+    assert widgets.follow(one, **controls, table=((True, False), False)).axes
+    assert widgets.follow(one, **controls, table=((True, False), True)).data == "1000"
     monkeypatch.delenv("ALST_STATIC")
-    slider, shown = widgets.follow(one, tokens=([1000, 2000], 1000)).children
+    slider, box, shown = widgets.follow(one, **controls, table=((True, False), False)).children
     first = shown.value
     slider.value = 2000
-    assert drawn == [1000, 1000, 2000]
-    assert 'alt="figure for tokens 2K"' in shown.value != first
+    assert 'alt="figure for tokens 2K, table False"' in shown.value != first
+    box.value = True
+    assert shown.value == "2000"
 
 
 def test_the_wall_marks_the_longest_that_fits():

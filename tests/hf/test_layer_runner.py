@@ -24,7 +24,7 @@ from cases import (
 
 import alstlib
 from alstlib.offload.host_store import HostOutOfMemory
-from alstlib.sizing import share_host
+from alstlib.sizing import kept_on_host
 
 LENGTH, WIDTH, HEADS, LAYERS = 64, 32, 4, 5
 INPUT = LENGTH * WIDTH * 4
@@ -71,7 +71,7 @@ def test_the_rule(save):
             every = next((k for k in left if left[k] >= 0), layers)
             if save == "auto":
                 outputs = min(attending, max(0, left[every]) // 3)
-            assert share_host(room, layers, 10, 3, save, attending) == (every, outputs)
+            assert kept_on_host(room, layers, 10, 3, save, attending=attending)[:2] == (every, outputs)
 
 
 # ----- through a model

@@ -2,10 +2,8 @@
 
 import gc
 import mmap
-import re
 import sys
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -138,6 +136,19 @@ def test_no_slab_is_made_after_the_longest_sample():
             assert not made, how
 
 
+def test_a_step_of_the_same_length_that_keeps_more_makes_only_what_is_missing():
+    """As when the second step keeps outputs for which the first had no room."""
+    store, needed = HostStore("sync"), 2 * 40 * 8 * 4
+    for more in (0, 64):
+        store.reserve(needed + more, hidden=needed // 2)
+        with counted(host_store._Slab, "__init__") as made:
+            extra = store.lease((more // 4,), torch.float32, None) if more else None
+            run_step(store, 40, layers=2)
+    assert made.total() == 1
+    assert store.nbytes == needed + 64
+    del extra
+
+
 def test_budget_stops_before_anything_is_taken():
     store = HostStore("sync", budget=10 * 8 * 4 - 1)
     with pytest.raises(HostOutOfMemory, match=r"needs 320 .* 319 are left.*host_memory"):
@@ -183,64 +194,38 @@ def test_no_reference_cycle_keeps_a_step_alive(kind, options):
 # ----- slabs of host memory
 
 
-def mapping_of(slab, file):
-    """What the system says of a slab's mapping in /proc/self/`file`, its first line first."""
-    found = []
-    for line in Path("/proc/self", file).read_text().splitlines():
-        if header := re.match(r"([0-9a-f]{6,})(?:-([0-9a-f]+))? ", line):
-            first, end = int(header[1], 16), int(header[2] or header[1], 16)
-            here = first <= slab.bytes.data_ptr() < max(end, first + 1)
-        if here:
-            found.append(line)
-    return found
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems know no such advice")
 def test_slabs_are_private_in_huge_pages_and_not_forked(monkeypatch):
     asked = []
 
     class Mapped(mmap.mmap):
+        def __new__(cls, fileno, length, flags):
+            asked.append(bool(flags & mmap.MAP_PRIVATE))
+            return super().__new__(cls, fileno, length, flags=flags)
+
         def madvise(self, advice, *rest):
             asked.append(advice)
             super().madvise(advice, *rest)
 
     monkeypatch.setattr(mmap, "mmap", Mapped)
-    slab = host_store._Slab(5 * 2**20, None)
-    about = mapping_of(slab, "smaps")
-    assert " rw-p " in about[0]
-    assert "dc" in next(line for line in about if line.startswith("VmFlags")).split()  # a fork does not copy it
-    assert asked == [mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK]
+    host_store._Slab(5 * 2**20, None)
+    assert asked == [True, mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK]
 
 
-@pytest.mark.skipif(not Path("/proc/self/numa_maps").exists(), reason="this system has no NUMA nodes")
-def test_pinned_slabs_lie_near_the_gpu_and_wait_before_they_go(monkeypatch, tmp_path):
+def test_pinned_slabs_wait_before_they_go(monkeypatch):
     calls = []
     cudart = SimpleNamespace(
         cudaHostRegister=lambda *_: calls.append("register") or 0,
         cudaHostUnregister=lambda *_: calls.append("unregister"),
     )
-    gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: calls.append("synchronize"))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
-    (tmp_path / "0000:1b:00.0").mkdir()
-    (tmp_path / "0000:1b:00.0" / "numa_node").write_text("0\n")
-    numa_node = host_store.numa_node.__wrapped__
-    assert numa_node(0, str(tmp_path)) == 0
-    assert numa_node(0, str(tmp_path / "nowhere")) is None
-    for node, policy in ((0, "prefer"), (None, "default")):
-        monkeypatch.setattr(host_store, "numa_node", lambda _, node=node: node)
-        slab = host_store._Slab(3 * 2**20 + 5, torch.device("cuda"))
-        assert mapping_of(slab, "numa_maps")[0].split()[1].startswith(policy)
-        slab.bytes.fill_(1)
-        del slab
-    assert calls == ["register", "synchronize", "unregister"] * 2
+    host_store._Slab(3 * 2**20 + 5, torch.device("cuda")).bytes.fill_(1)
+    assert calls == ["register", "synchronize", "unregister"]
     monkeypatch.setattr(cudart, "cudaHostRegister", lambda *_: 2)
     with pytest.raises(HostOutOfMemory, match=r"cannot pin 64 bytes of host memory \(CUDA error 2\)"):
         host_store._Slab(64, torch.device("cuda"))
-    gc.collect()
-    assert len(calls) == 6  # what was not pinned is not unpinned
+    assert len(calls) == 3  # what was not pinned is not unpinned
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -267,29 +252,6 @@ def test_tensors_come_back_with_their_strides(mode):
 
 
 # ----- on a GPU
-
-
-@pytest.mark.gpu
-def test_async_offload_is_exact_on_a_gpu():
-    """Three steps of a 6-layer chain, bit for bit those of no offload."""
-    results = {}
-    for mode in MODES:
-        store = HostStore(mode)  # type: ignore[arg-type]
-        torch.manual_seed(0)
-        layers = [nn.Linear(256, 256, device="cuda") for _ in range(6)]
-        grads = []
-        for seed in range(3):
-            x = torch.randn(4096, 256, device="cuda", generator=torch.Generator("cuda").manual_seed(seed))
-            y = x.requires_grad_()
-            for layer in layers:
-                y = checkpoint(lambda t, layer=layer: t + layer(t).tanh(), y, store=store)
-            y.square().mean().backward()
-            grads += [x.grad.clone(), *(layer.weight.grad.clone() for layer in layers)]
-        results[mode] = grads
-        assert store.nbytes == (0 if mode == "none" else 6 * 4096 * 256 * 4)
-        assert all(slab.bytes.is_pinned() for slab in store.free)
-    for mode in ("sync", "async"):
-        assert all(torch.equal(a, b) for a, b in zip(results[mode], results["none"]))
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -89,3 +90,15 @@ def test_what_looks_wrong_is_named(changes, says):
     found = list(check.findings(node))
     assert len(found) == bool(says)
     assert "".join(found).startswith(says)
+
+
+def test_the_numa_node_of_a_gpu(monkeypatch, tmp_path):
+    from alstlib.measure import machine_rates
+
+    gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: gpu)
+    (tmp_path / "0000:1b:00.0").mkdir()
+    for text, node in (("1\n", 1), ("-1\n", None)):  # -1 where there is only one
+        (tmp_path / "0000:1b:00.0" / "numa_node").write_text(text)
+        assert machine_rates.numa_node(0, str(tmp_path)) == node
+    assert machine_rates.numa_node(0, str(tmp_path / "nowhere")) is None

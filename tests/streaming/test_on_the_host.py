@@ -15,7 +15,7 @@ from alstlib.mesh import SPContext
 from alstlib.offload import headroom
 from alstlib.offload.host_store import HostOutOfMemory
 from alstlib.recompute import check_thread
-from alstlib.sizing import share_travelling
+from alstlib.sizing import kept_on_host
 
 LENGTH, CHUNK, LAYERS, WIDTH = 22, 4, 4, 32
 ROW = LENGTH * WIDTH * 4
@@ -70,7 +70,7 @@ def test_one_input_in_two_where_the_host_is_short():
     model, tables = make_model("gqa", num_hidden_layers=LAYERS), 2 * LENGTH * 8 * 4
     for every, rows in ((1, LAYERS + 3), (2, LAYERS // 2 + 3)):  # what is there of a layer's input at once
         budget = rows * ROW + tables
-        assert share_travelling(budget, LAYERS, ROW, 1, False, tables) == (every, 0, budget)
+        assert kept_on_host(budget, LAYERS, ROW, 1, False, travels=True, tables=tables) == (every, 0, budget)
         with small_pages(), alstlib.apply(model, None, options(host_memory=budget, on_host="hidden")) as handle:
             step(model, batch(LENGTH))
             assert handle.plan.inputs_kept_every == every
