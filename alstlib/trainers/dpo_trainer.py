@@ -88,7 +88,7 @@ class DPOTrainerMixin(TrainerMixin):
                 wholes.append(batch)
                 yield _labelled(batch)
 
-        slices = share_step(rows(), self.ctx)
+        slices = share_step(rows(), self.ctx, self.args.gradient_accumulation_steps)
         return [
             {**part, PAIRS: whole, "row_length": whole["input_ids"].shape[1]} for part, whole in zip(slices, wholes)
         ]

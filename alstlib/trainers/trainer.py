@@ -225,7 +225,10 @@ class TrainerMixin(Base):
                 yield (read := self._known(batch))
                 lengths.append(len(read["input_ids"][0]))
 
-        return [{**part, "row_length": n} for part, n in zip(share_step(rows(), self.ctx), lengths)]
+        return [
+            {**part, "row_length": n}
+            for part, n in zip(share_step(rows(), self.ctx, self.args.gradient_accumulation_steps), lengths)
+        ]
 
     def _known(self, batch: Any) -> dict[str, Any]:
         """A collator's batch without what says the same twice, and without what the model's forward does not take."""

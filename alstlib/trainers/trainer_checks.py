@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from alstlib.data.agreement import everyones
+from alstlib.data.agreement import check_same
 
 REPLACED = ("compute_loss", "prediction_step", "get_batch_samples", "_prepare_inputs")
 """Methods of a Trainer that are the mixin's altogether: what a class behind it does there would be lost."""
@@ -137,9 +137,4 @@ def check_seeds(trainer: Any) -> None:
     mine = {"seed": args.seed, "data_seed": -1 if args.data_seed is None else args.data_seed}
     if args.data_seed is None:
         mine["torch.initial_seed()"] = torch.initial_seed() % 2**62
-    for name, values in zip(mine, zip(*everyones(trainer.ctx, list(mine.values()), len(mine)))):
-        if len(set(values)) > 1:
-            raise ValueError(
-                f"{name} differs between ranks ({list(values)[:8]}), so they would draw different samples: give all "
-                "ranks the same seed, or give data_seed"
-            )
+    check_same(trainer.ctx, mine, "they would draw different samples: give all ranks the same seed, or give data_seed")
