@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -93,14 +92,6 @@ def check_preferences(trainer: Any) -> None:
     _refuse(found, "DPOTrainerMixin")
 
 
-def check_collator(collator: Any) -> None:
-    if getattr(getattr(collator, "tokenizer", None), "padding_side", "right") == "left":
-        raise ValueError(
-            f"{type(collator).__name__} pads on the left, but positions count from the first token of a sample: set "
-            "tokenizer.padding_side = 'right'"
-        )
-
-
 def check_liger(args: Any) -> None:
     if args.use_liger_kernel and (args.liger_kernel_config or {}).get("fused_linear_cross_entropy", True):
         raise ValueError(
@@ -120,15 +111,6 @@ class Slice(dict):
 
     def pop(self, name: str, *default: Any) -> Any:
         return super().pop(name, *default) if default or name in self else self[name]
-
-
-def check_slice(inputs: Mapping[str, Any], name: str) -> None:
-    """What `compute_loss` is given must come from the mixin's `get_batch_samples`, which adds this field."""
-    if name not in inputs:
-        raise ValueError(
-            f"compute_loss got inputs without {name}, only {', '.join(inputs)}: give it the slices that the mixin's "
-            "get_batch_samples returns"
-        )
 
 
 def check_seeds(trainer: Any) -> None:
