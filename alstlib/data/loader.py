@@ -62,8 +62,8 @@ class SPDataLoader:
         self, dataloader: Any, ctx: SPContext, accumulation: int = 1, *, replicated: bool = False,
         pad_to: int | None = None, device: torch.device | str | None = None,
     ) -> None:  # fmt: skip
-        if not isinstance(accumulation, int) or accumulation < 1:
-            raise ValueError(f"accumulation={accumulation!r} must be an integer of at least 1")
+        if accumulation < 1:
+            raise ValueError(f"accumulation={accumulation} must be at least 1")
         check_pad_to(ctx.sp, pad_to)
         self.dataloader, self.ctx, self.accumulation = dataloader, ctx, accumulation
         self.replicated, self.pad_to = replicated, pad_to
@@ -142,7 +142,7 @@ class SPDataLoader:
             complete = min(map(len, told))
             usable = complete * self._turns // self.accumulation * self.accumulation
             if complete < rounds:
-                self._warn_dropped(told, first, complete * self._turns - usable)
+                self._warn_dropped([len(mine) for mine in told], first, complete * self._turns - usable)
             # by micro-batch and group: what its source told of it
             sizes = [[mine[i // self._turns] for mine in told[i % self._turns :: self.ctx.sp]] for i in range(usable)]
             for index, groups in enumerate(sizes):
@@ -158,11 +158,11 @@ class SPDataLoader:
             first += self._window
         self._position, self._reader = 0, None
 
-    def _warn_dropped(self, told: list[Any], first: int, partial: int) -> None:
+    def _warn_dropped(self, counts: list[int], first: int, partial: int) -> None:
         """Say once what nobody trains on, of the data that ended in the window at `first`."""
-        least = min(map(len, told))
-        short = [rank for rank, mine in enumerate(told) if len(mine) == least]
-        if not self._warned and (partial or len(short) < len(told)):
+        least = min(counts)
+        if not self._warned and (partial or max(counts) > least):
+            short = [rank for rank, count in enumerate(counts) if count == least]
             logger.warning(
                 f"the data ended after {first // self._turns + least} batches on ranks {short}: dropped are further "
                 f"batches of other ranks and {partial} micro-batches of an incomplete optimizer step"

@@ -154,9 +154,8 @@ class Account:
         """A sentence about the rows that train nothing; `fate` says what becomes of them."""
         among = f" among the first {self.limit:,}" if self.limit else ""
         shown = ", ".join(f"row {number}, read as {kind}" for number, kind in sorted(self.useless)[:SHOWN])
-        more = f"; and {len(self.useless) - SHOWN} more" if len(self.useless) > SHOWN else ""
         of = f"{len(self.useless)} of {self.rows} rows{self.of}"
-        return f"{of} train nothing{fate}, without a token with a loss{among}: {shown}{more}"
+        return f"{of} train nothing{fate}, without a token with a loss{among}; the first: {shown}"
 
 
 def _join(pieces: Sequence[Document]) -> Document:
@@ -240,7 +239,7 @@ class Samples(Dataset):
     pace: Callable[[int], Callable[[int], None]] | None = None
 
     def __post_init__(self) -> None:
-        if self.seq_len < 1 or (self.limit is not None and self.limit < 1):
+        if 0 in (self.seq_len, self.limit):
             raise ValueError(f"seq_len={self.seq_len} and limit={self.limit} must be at least 1")
         self.corpus = canonical_columns(self.corpus)
         self.passes = 0

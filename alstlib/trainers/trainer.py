@@ -84,9 +84,9 @@ class TrainerMixin(Base):
     """Trainers of transformers and TRL whose loss is the one computed here."""
 
     def __init__(self, *args: Any, sp: int | None = None, alst: Options | None = None, **kwargs: Any) -> None:
-        if alst is not None and not isinstance(alst, Options):
-            raise ValueError(f"alst={alst!r} must be an alstlib.Options, such as alstlib.Options(offload=True)")
         self.sp, self.alst = sp, alst or Options()
+        if not isinstance(self.alst, Options):
+            raise ValueError(f"alst={alst!r} must be an alstlib.Options, such as alstlib.Options(offload=True)")
         self.handle: Handle | None = None
         check_class(type(self), TrainerMixin, self.LOSS_OF)
         super().__init__(*args, **kwargs)

@@ -138,7 +138,7 @@ def test_what_is_left_out_is_counted_by_format_line_and_reason(tmp_path):
         51,
         154,
     ]  # three kinds of chats are the same one
-    none = "train nothing and are left out, without a token with a loss among the first 96: "
+    none = "train nothing and are left out, without a token with a loss among the first 96; the first: "
     assert notes == [f"1 of 359 {about} {none}row 5, read as messages"]
     long = {"prompt": "What is " * 200, "completion": "it?"}
     bad = [asks, {"text": ""}, {"note": "x"}, {"text": "", "instruction": "Add.", "output": ""}, *[asks] * 4, long]
@@ -147,7 +147,7 @@ def test_what_is_left_out_is_counted_by_format_line_and_reason(tmp_path):
     found, notes = documents(tmp_path, [*good, *bad], allow_dropped=True, **{"data.eval": 0.2})
     assert (len(found), notes) == (358, [
         f"9 of 367 {about} {none}row 359, read as messages, row 360, read as text, row 361, read as none of the known "
-        "formats, row 362, read as instruction and output, row 363, read as messages; and 4 more"
+        "formats, row 362, read as instruction and output, row 363, read as messages"
     ])  # fmt: skip
 
 

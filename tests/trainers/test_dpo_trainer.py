@@ -71,9 +71,7 @@ def build(cls=SPDPO, settings=None, **kwargs):
             {"model": lambda: made_of(mixture())},
             "router_aux_loss_coef=0.1 cannot .* DPOTrainerMixin",
         ),
-        ({"activation_offloading": True}, {}, "activation_offloading=True cannot be used"),
         ({}, {"compute_metrics": lambda: print}, r"compute_metrics cannot be used .* evaluate\(\) logs"),
-        ({}, {"sp": lambda: 2}, "sp=2 needs at least 2 processes"),
     ],
 )
 @pytest.mark.usefixtures("here")
