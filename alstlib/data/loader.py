@@ -70,9 +70,8 @@ class SPDataLoader:
         self.received_bytes = 0
         """Bytes of other ranks' batches that this rank has received since it was made."""
         self._turns = 1 if replicated else ctx.sp  # micro-batches of a round
-        self._window = math.lcm(
-            accumulation, self._turns
-        )  # micro-batches that are read at once: whole rounds and steps
+        # micro-batches that are read at once: of whole rounds and of whole steps
+        self._window = math.lcm(accumulation, self._turns)
         self.device = ctx.wire if device is None else torch.device(device)
         self._position = 0  # micro-batches of this pass
         self._epoch: int | None = None

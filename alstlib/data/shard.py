@@ -185,10 +185,10 @@ def shard_batch(batch: Mapping[str, Any], sp: int, sp_rank: int, pad_to: int | N
     B: rows of the micro-batch; S: tokens of a row, P after padding; L = P / sp: tokens of one rank.
 
     Args:
-        batch: input_ids and labels [B, S] (any integer type), and optionally position_ids [B, S] (0, 1, 2, ..., which
-            begin at 0 with each packed document), document_lengths (the tokens of each document, a list for each row),
-            cu_seqlens (offsets of documents in the flattened batch), and attention_mask [B, S] (zeros only as padding
-            on the right, whose labels become -100).
+        batch: input_ids and labels [B, S] (any integer type), and optionally attention_mask [B, S] (zeros only as
+            padding on the right, whose labels become -100) and one of position_ids [B, S] (0, 1, 2, ..., which begin at
+            0 with each packed document), document_lengths (the tokens of each document, a list for each row) and
+            cu_seqlens (offsets of documents in the flattened batch).
         sp: the number of ranks that share the batch.
         sp_rank: the rank whose slice is returned, from 0 to sp - 1.
         pad_to: rows are padded on the right to a multiple of this many tokens, itself a multiple of `sp` (default: sp).
