@@ -1,6 +1,5 @@
 """TrainerMixin: under every engine what the plain Trainer does in one process, and wrong use refused by name."""
 
-
 import numpy as np
 import pytest
 import torch
