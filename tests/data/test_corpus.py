@@ -297,7 +297,7 @@ def test_only_the_assistant_is_labelled(tokenizer, template):
 
 def test_a_tokenizer_is_trained_on_chats_and_texts():
     """Row by row: messages where there are some, text otherwise."""
-    corpus = Dataset.from_list([{"text": "plain words"}, {"text": "rendered", "messages": CHAT[:2]}])
+    corpus = Dataset.from_list([{"text": "plain words", "messages": None}, {"text": "rendered", "messages": CHAT[:2]}])
     trained = get_tokenizer("auto", corpus=corpus, vocab_size=300)
     assert len(trained("It is four.").input_ids) < 11  # its merges come from the chats too
 
