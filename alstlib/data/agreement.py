@@ -9,13 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
-from alstlib.data.shard import Batch, cut, fingerprint, prepare, valid_tokens
+from alstlib.data.shard import SLICED, Batch, checksum, cut, prepare, valid_tokens
 from alstlib.mesh import SPContext
 
 logger = logging.getLogger(__name__)
@@ -38,14 +38,14 @@ def kind_of(error: Exception | None) -> int:
     return 0 if error is None else 1 if isinstance(error, ValueError) else 2
 
 
-def raise_failure(ctx: SPContext, kinds: list[int], error: Exception | None) -> None:
-    """Raise on every rank what the first rank with an error met, naming that rank (ValueError or RuntimeError)."""
-    failed = next((rank for rank, kind in enumerate(kinds) if kind), None)
-    if failed is None:
+def raise_failure(ctx: SPContext, kinds: Sequence[int], error: Exception | None, of: str) -> None:
+    """Raise on every rank what the first rank with an error met (as ValueError or RuntimeError), naming that rank: `of`
+    says what of this rank failed."""
+    if not any(kinds):
         return
-    message = _texts(ctx, f"{type(error).__name__}: {error}" if ctx.rank == failed else "")[failed]
-    raised = ValueError if kinds[failed] == 1 else RuntimeError
-    raise raised(f"the data of rank {failed} failed: {message}") from error
+    texts = _texts(ctx, "" if error is None else f"{of}: {type(error).__name__}: {error}")
+    first = next(rank for rank, kind in enumerate(kinds) if kind)
+    raise (ValueError if kinds[first] == 1 else RuntimeError)(texts[first]) from error
 
 
 def _texts(ctx: SPContext, text: str) -> list[str]:
@@ -93,63 +93,82 @@ class Agreement:
         if self.silent or not isinstance(error, Exception | None):
             return
         facts = [self.call, self.in_group]
-        row = [kind_of(error), *(int(_digest(part), 16) for part in facts), self.count]
-        kinds, calls, batches, counts = zip(*everyones(ctx, row, len(row)))
-        if any(kinds):
-            texts = _texts(ctx, f"rank {dist.get_rank()} refused: {type(error).__name__}: {error}" if error else "")
-            if error is None:
-                first = next(rank for rank, failed in enumerate(kinds) if failed)
-                raise (ValueError if kinds[first] == 1 else RuntimeError)(texts[first])
-            return
-        groups = [range(first, first + ctx.sp) for first in range(0, ctx.world_size, ctx.sp)]
-        if len(set(calls)) > 1 or any(len({batches[rank] for rank in group}) > 1 for group in groups):
-            known = [
-                json.loads(text) for text in _texts(ctx, json.dumps([list(map(_shown, p.items())) for p in facts]))
-            ]
-            everywhere = _difference([of_call for of_call, _ in known])
-            inside = (_difference([known[rank][1] for rank in group]) for group in groups)
-            raise ValueError(everywhere or next(filter(None, inside)))
-        self.count = max(counts)
+        table = everyones(ctx, [kind_of(error), *map(_digest, facts), self.count], 4)
+        raise_failure(ctx, [row[0] for row in table], error, f"rank {dist.get_rank()} refused")
+        scopes = [(0, range(ctx.world_size)), *((1, group) for group in _groups(ctx))]
+        for part, ranks in scopes:
+            if len({table[rank][1 + part] for rank in ranks}) > 1:
+                texts = _texts(ctx, json.dumps({name: _shown(value) for name, value in facts[part].items()}))
+                raise ValueError(_difference([json.loads(texts[rank]) for rank in ranks]))
+        self.count = max(row[3] for row in table)
 
 
-def _digest(value: Any) -> str:
-    return hashlib.blake2b(repr(value).encode(), digest_size=7).hexdigest()
+def _groups(ctx: SPContext) -> list[range]:
+    """The ranks of each SP group."""
+    return [range(first, first + ctx.sp) for first in range(0, ctx.world_size, ctx.sp)]
 
 
-def _shown(fact: tuple[str, Any]) -> list[str]:
-    name, text = fact[0], str(fact[1])
-    return [name, text if len(text) <= 60 else f"{text[:40]}... ({_digest(text)})"]
+def _digest(value: Any) -> int:
+    return int(hashlib.blake2b(repr(value).encode(), digest_size=7).hexdigest(), 16)
 
 
-def _difference(known: list[list[list[str]]]) -> str:
-    """What the first fact is of which these ranks have different values, if there is one."""
-    for facts in zip(*known):
-        values = [value for _, value in facts]
+def _shown(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:40]}... ({_digest(text):x})"
+
+
+def _difference(known: list[dict[str, str]]) -> str:
+    """What the first fact is of which these ranks have different values."""
+    name = next(name for name in known[0] if len({facts.get(name) for facts in known}) > 1)
+    return (
+        f"ranks that compute together have different values of {name}: [{', '.join(f[name] for f in known)}], in the "
+        "order of the ranks"
+    )
+
+
+def check_same(ctx: SPContext, mine: Mapping[str, int], remedy: str) -> None:
+    """Refuse integers that differ between ranks (ValueError, on every rank)."""
+    for name, values in zip(mine, zip(*everyones(ctx, list(mine.values()), len(mine)))):
         if len(set(values)) > 1:
-            return (
-                f"ranks that compute together have different values of {facts[0][0]}: [{', '.join(values)}], in the "
-                "order of the ranks"
-            )
-    return ""
+            raise ValueError(f"{name} differs between ranks: {list(values)[:8]}; {remedy}")
 
 
-def check_alike(ctx: SPContext, marks: list[int], remedy: str) -> None:
-    """Refuse a step of which the ranks of a group hold different batches (ValueError, on every rank)."""
-    for first in range(0, ctx.world_size, ctx.sp):
-        if len(set(marks[first : first + ctx.sp])) > 1:
-            ranks = list(range(first, first + ctx.sp))
-            raise ValueError(f"ranks {ranks} hold different batches, but compute the same samples together; {remedy}")
+def read_together(
+    ctx: SPContext, batches: Iterable[Any], most: int, multiple: int, remedy: str = ""
+) -> tuple[list[Batch], list[list[list[int]]]]:
+    """All of these batches, at most `most`, checked and padded to a `multiple`; and of those of each rank the sizes: B,
+    P, offsets, valid tokens and tokens that are not padding.
 
+    Collective. With `remedy`, which says what to do about it, ranks of a group that read different batches are refused.
 
-def mark_of(wholes: Iterable[Batch]) -> int:
-    """A number that differs when the batches of a step do."""
-    mark = 0
+    Raises:
+        ValueError: on every rank, naming the failing one: a batch that cannot be used, or ranks of a group that read
+            different batches.
+        RuntimeError: on every rank, when reading raised something else.
+    """
+    wholes: list[Batch] = []
+    failed: Exception | None = None
+    try:
+        for batch in batches:
+            wholes.append(prepare(batch, multiple))
+    except Exception as error:  # whatever a dataset raises has to reach the other ranks, or they hang
+        failed = error
+    mark = checksum(whole[name] for whole in wholes for name in (*SLICED, "cu_seqlens")) if remedy else 0
+    row = [len(wholes), kind_of(failed), mark]
     for whole in wholes:
-        mark = (31 * mark + fingerprint(whole)) % (2**61 - 1)
-    return mark
+        tokens = valid_tokens(whole), int(whole["row_tokens"].sum())
+        row += [*whole["input_ids"].shape, whole["cu_seqlens"].numel(), *tokens]
+    table = everyones(ctx, row, 3 + 5 * most)
+    raise_failure(ctx, [row[1] for row in table], failed, f"the data of rank {ctx.rank} failed")
+    for ranks in _groups(ctx) if remedy else []:
+        if len({table[rank][2] for rank in ranks}) > 1:
+            raise ValueError(
+                f"ranks {list(ranks)} hold different batches, but compute the same samples together; {remedy}"
+            )
+    return wholes, [[row[at : at + 5] for at in range(3, 3 + 5 * row[0], 5)] for row in table]
 
 
-def share_step(batches: Iterable[Mapping[str, Any]], ctx: SPContext, multiple: int | None = None) -> list[Batch]:
+def share_step(batches: Iterable[Mapping[str, Any]], ctx: SPContext, most: int = 1) -> list[Batch]:
     """This rank's slices of the micro-batches of one optimizer step, which every rank of a group reads whole.
 
     Collective. For a training loop that reads its own batches, such as Trainer's; `SPDataLoader` is the loader for an
@@ -158,44 +177,20 @@ def share_step(batches: Iterable[Mapping[str, Any]], ctx: SPContext, multiple: i
     replica's data end in the middle of the step, all replicas stop where it stops.
 
     Args:
-        batches: at most one optimizer step of them; an iterator may end early.
-        multiple: micro-batch rows are padded to a multiple of it (default: sp).
+        batches: at most `most` of them, which must be the same number on all ranks; an iterator may end early.
 
-    Raises:
-        ValueError: on every rank, naming the failing one: a batch that cannot be used, or ranks of a group that read
-            different batches.
-        RuntimeError: on every rank, when reading raised something else.
+    Raises: what `read_together` does.
     """
-    wholes: list[Batch] = []
-    error: Exception | None = None
-    try:
-        for batch in batches:
-            wholes.append(prepare(batch, multiple or ctx.sp))
-    except Exception as e:
-        error = e
-    row = [len(wholes), kind_of(error), mark_of(wholes), *_tokens_of(wholes)]
-    table = everyones(ctx, row, len(row))
-    counts, kinds, marks = ([row[i] for row in table] for i in range(3))
-    raise_failure(ctx, kinds, error)
-    check_alike(
-        ctx, marks,
+    wholes, told = read_together(
+        ctx, batches, most, ctx.sp,
         "seed all ranks alike (Python, NumPy and PyTorch), also in workers and collators, and give samplers the "
         "replica (num_replicas=dp, rank=dp_rank) and not the rank",
     )  # fmt: skip
-    if (least := min(counts)) < len(wholes):  # here or elsewhere, tokens that nobody trains on were counted
-        logger.warning(
-            "the data of another rank ended: %d of its step's micro-batches are dropped", len(wholes) - least
-        )
-    if least < max(counts):
-        wholes = wholes[:least]
-        table = everyones(ctx, _tokens_of(wholes), 2)
-    valid, seen = (sum(column) for column in zip(*(row[-2:] for row in table[:: ctx.sp])))  # each group counts once
+    if (dropped := len(wholes) - (least := min(map(len, told)))) > 0:
+        logger.warning("the data of another rank ended: %d of its step's micro-batches are dropped", dropped)
+    each = [sizes for mine in told[:: ctx.sp] for sizes in mine[:least]]  # of each group once
+    valid, seen = (torch.tensor(sum(sizes[i] for sizes in each)) for i in (3, 4))
     return [
-        {**cut(whole, ctx.sp, ctx.sp_rank), "step_tokens": torch.tensor(valid), "seen_tokens": torch.tensor(n)}
-        for whole, n in zip(wholes, [seen] + [0] * len(wholes))
+        {**cut(whole, ctx.sp, ctx.sp_rank), "step_tokens": valid, "seen_tokens": seen * (i == 0)}
+        for i, whole in enumerate(wholes[:least])
     ]
-
-
-def _tokens_of(wholes: list[Batch]) -> list[int]:
-    """Tokens of these batches with a label, and tokens that are not padding."""
-    return [sum(map(valid_tokens, wholes)), sum(int(whole["row_tokens"].sum()) for whole in wholes)]

@@ -42,70 +42,43 @@ ALPACA = (
 )
 
 
-def canonical_columns(corpus: Any, text_column: str | None = None) -> Any:
+def canonical_columns(corpus: Any) -> Any:
     """The columns that training uses: those of this module's table. The only column of text is named `text`.
-
-    `text_column` names the one column that is read, as `text`. Where all rows have `input_ids`, no other is kept.
 
     Raises:
         ValueError: no such column; it lists those there are.
     """
-    if not hasattr(corpus, "select_columns"):
-        raise ValueError(f"the corpus is a {type(corpus).__name__}; give a dataset of the `datasets` library")
+    from datasets import Dataset
+
+    if not isinstance(corpus, Dataset):
+        raise ValueError(f"the corpus is a {type(corpus).__name__}; give a Dataset of the library `datasets`")
     features = corpus.features
-    if features is None:  # a stream tells its columns with its first row
-        first = next(iter(corpus), None)
-        if first is None:
-            raise ValueError("the corpus is empty")
-        strings = [name for name, value in first.items() if isinstance(value, str)]
-        names = list(first)
-    else:  # a column of mixed types is one of JSON
-        kinds = {name: getattr(f, "dtype", type(f).__name__) for name, f in features.items()}
-        strings = [name for name, kind in kinds.items() if kind in ("string", "large_string", "Json")]
-        names = list(features)
-    keep: dict[str, str] = {}
-    if text_column is not None:
-        if text_column not in strings:
-            raise ValueError(f"text_column='{text_column}' is no column of text; columns: {names}, of text: {strings}")
-        keep = {text_column: "text"}
-    else:
-        for kind, columns in FORMATS.items():
-            if set(WHOLE.get(kind, columns[:1])) <= set(names) and (kind != "text" or "text" in strings):
-                keep |= {name: name for name in columns if name in names and (name != "system" or name in strings)}
-            if kind == "input_ids" and keep and hasattr(corpus, "data") and not corpus.data.column(kind).null_count:
-                break
-        if not keep and len(strings) == 1:
-            keep = {strings[0]: "text"}
-    if not keep:
-        empty = [name for name, f in (features or {}).items() if getattr(f, "dtype", None) == "null"]
-        why = f" ({', '.join(empty)}: no row has a value)" if empty else ""
+    keep: dict[str, None] = {}
+    for kind, columns in FORMATS.items():
+        if set(WHOLE.get(kind, columns[:1])) <= set(features):
+            keep |= dict.fromkeys(name for name in columns if name in features)
+    if keep:
+        return corpus.select_columns(list(keep))
+    texts = [name for name, f in features.items() if getattr(f, "dtype", "") in ("string", "large_string")]
+    if len(texts) != 1:
         raise ValueError(
-            f"no column that can be trained on among {names}{why}: name the columns as one of {KNOWN}; columns of "
-            f"text: {strings} (in Python, load_corpus takes one as text_column)"
+            f"no column that can be trained on among {list(features)}: name the columns as one of {KNOWN}; columns of "
+            f"text: {texts}"
         )
-    if list(keep) == names and list(keep) == list(keep.values()):
-        return corpus
-    corpus = corpus.select_columns(list(keep))
-    renamed = {old: new for old, new in keep.items() if old != new}
-    return corpus.rename_columns(renamed) if renamed else corpus
+    return corpus.select_columns(texts).rename_column(texts[0], "text")
 
 
 def only_tokens(corpus: Any) -> bool:
-    """Whether the rows of a corpus with canonical columns are all token ids, which need no tokenizer."""
-    return set(corpus.column_names or ("text",)) <= set(FORMATS["input_ids"])
+    """Whether all rows of a corpus have token ids, which need no tokenizer."""
+    return "input_ids" in corpus.column_names and not corpus.data.column("input_ids").null_count
 
 
 def format_of(row: Mapping[str, Any]) -> str:
-    """The first format in whose first column a row has a value that is not empty; one of whose columns it has an empty
-    value or another part; '' for none."""
-
-    def there(value: Any) -> bool:
-        return value is not None and (not hasattr(value, "__len__") or len(value) > 0)
-
-    whole = (kind for kind, columns in FORMATS.items() if there(row.get(columns[0])))
-    part = (k for k, columns in FORMATS.items() if any(there(row.get(n)) for n in WHOLE.get(k, columns[:1])))
-    empty = (kind for kind, columns in FORMATS.items() if row.get(columns[0]) is not None)
-    return next((kind for kinds in (whole, part, empty) for kind in kinds), "")
+    """The first format in whose first column a row has a value that is not empty, or else the first of which it has any
+    column that must be there; '' for none."""
+    full = (kind for kind, columns in FORMATS.items() if row.get(columns[0]))
+    part = (k for k, columns in FORMATS.items() if any(row.get(n) is not None for n in WHOLE.get(k, columns[:1])))
+    return next((kind for kinds in (full, part) for kind in kinds), "")
 
 
 class Example(NamedTuple):
@@ -128,14 +101,10 @@ def read_row(row: Mapping[str, Any], chats: bool) -> Example:
     if kind in ("messages", "conversations"):
         return Example([*system, *map(_message, row[kind])] if row[kind] else [])
     if kind == "prompt and completion":
-        prompt, completion = row.get("prompt") or "", row.get("completion")
-        if not completion:
-            return Example()
-        if isinstance(completion, str) and isinstance(prompt, str):
-            return Example(prompt=prompt, text=completion)
-        if not (isinstance(completion, list) and isinstance(prompt or [], list)):
-            raise ValueError("a row's prompt and completion must both be texts, or both lists of messages")
-        return Example([_message(m) for m in [*prompt, *completion]], len(prompt))
+        prompt, completion = (row.get(name) or [] for name in ("prompt", "completion"))
+        if not (isinstance(prompt, list) and isinstance(completion, list)):
+            return Example(prompt=_text(row, "prompt"), text=_text(row, "completion"))
+        return Example([_message(m) for m in [*prompt, *completion]] if completion else [], len(prompt))
     if kind == "instruction and output":
         instruction, given, output = (_text(row, name) for name in ("instruction", "input", "output"))
         if not output:
@@ -159,17 +128,14 @@ def _text(row: Mapping[str, Any], name: str) -> str:
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message without its empty fields, ShareGPT's names turned into `role` and `content`."""
-    if not isinstance(message, Mapping):
-        raise ValueError(f"a message is {message!r}; it must have 'role' and 'content', or 'from' and 'value'")
-    found = {key: value for key, value in message.items() if value is not None}
-    if "role" not in found and "from" in found:
-        speaker = found.pop("from")
-        if speaker not in SPEAKERS:
-            raise ValueError(f"a message is from '{speaker}'; known: {', '.join(SPEAKERS)}")
-        found = {"role": SPEAKERS[speaker], "content": found.pop("value", ""), **found}
+    found = {key: value for key, value in message.items() if value is not None} if isinstance(message, Mapping) else {}
+    if "role" not in found and found.get("from") in SPEAKERS:
+        found = {"role": SPEAKERS[found.pop("from")], "content": found.pop("value", ""), **found}
     if "role" not in found:
-        keys = sorted(found)
-        raise ValueError(f"a message has the keys {keys}; it must have 'role' and 'content', or 'from' and 'value'")
+        raise ValueError(
+            f"a message is {message!r}; it must have 'role' and 'content', or 'value' and 'from', one of "
+            f"{', '.join(SPEAKERS)}"
+        )
     return found
 
 

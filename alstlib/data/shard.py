@@ -10,8 +10,8 @@ boundaries are found once, on the whole batch: a slice of packed positions no lo
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,9 @@ import torch.nn.functional as F
 from alstlib.units import IGNORE
 
 Batch = dict[str, torch.Tensor]
-KEYS = ("input_ids", "labels", "position_ids", "attention_mask", "document_lengths", "cu_seqlens")
+DOCUMENTS = ("position_ids", "document_lengths", "cu_seqlens")
+"""Fields of which one may say where documents start."""
+KEYS = ("input_ids", "labels", "attention_mask", *DOCUMENTS)
 SLICED = ("input_ids", "position_ids", "shift_labels")
 """Fields that are cut along the sequence, in the order in which they are sent."""
 WHOLE = ("cu_seqlens", "row_tokens")
@@ -30,15 +32,13 @@ WHOLE = ("cu_seqlens", "row_tokens")
 def _integers(batch: Mapping[str, Any], name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
     try:
         value = torch.as_tensor(batch[name])
-    except (ValueError, TypeError, RuntimeError) as error:
+    except (ValueError, TypeError) as error:
         raise ValueError(
             f"{name} is no rectangular array of integers ({error}); pad micro-batch rows in the collate_fn"
         ) from error
-    if value.dtype == torch.bool and name == "attention_mask":
-        value = value.long()
-    if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+    if value.is_floating_point():
         raise ValueError(f"{name} has dtype {value.dtype}; it must be an integer type, such as torch.int64")
-    if shape is not None and tuple(value.shape) != shape:
+    if shape is not None and value.shape != shape:
         raise ValueError(f"{name} has shape {list(value.shape)}; it must be input_ids' shape {list(shape)}")
     return value.long()
 
@@ -46,8 +46,7 @@ def _integers(batch: Mapping[str, Any], name: str, shape: tuple[int, ...] | None
 def _starts_from_positions(positions: torch.Tensor) -> torch.Tensor:
     """[B, S] positions -> [B, S] bool, True where a document starts; refuses what is no run of 0, 1, 2, ..."""
     starts = positions == 0
-    good = starts.clone()
-    good[:, 1:] |= positions[:, 1:] == positions[:, :-1] + 1
+    good = starts | (positions == F.pad(positions[:, :-1] + 1, (1, 0)))
     if not good.all():
         row, column = (~good).nonzero()[0].tolist()
         raise ValueError(
@@ -59,52 +58,46 @@ def _starts_from_positions(positions: torch.Tensor) -> torch.Tensor:
 
 def _starts_from_offsets(offsets: torch.Tensor, rows: int, length: int) -> torch.Tensor:
     flat, total = offsets.flatten().cpu(), rows * length
-    if flat.numel() < 2 or flat[0] != 0 or flat[-1] != total or (flat.diff() <= 0).any():
+    if flat[0] != 0 or flat[-1] != total or (flat.diff() <= 0).any():
         raise ValueError(f"cu_seqlens={flat.tolist()[:8]} must rise from 0 to B * S = {total}")
-    starts = torch.zeros(total, dtype=torch.bool)
-    starts[flat[:-1]] = True
-    starts = starts.view(rows, length)
+    starts = torch.zeros(total, dtype=torch.bool).index_fill(0, flat[:-1], True).view(rows, length)
     if not starts[:, 0].all():
-        raise ValueError(
-            f"cu_seqlens lacks the start of a micro-batch row: every multiple of S={length} must be an offset"
-        )
+        raise ValueError(f"cu_seqlens must have the start of each micro-batch row: every multiple of S={length}")
     return starts
 
 
-def _starts_from_lengths(lengths: Any, real: torch.Tensor, rows: int, length: int) -> torch.Tensor:
-    listed = [n.tolist() if hasattr(n, "tolist") else n for n in lengths]
-    if listed and not isinstance(listed[0], list | tuple):
-        listed = [listed]  # the documents of the only micro-batch row
-    if len(listed) != rows:
-        raise ValueError(f"document_lengths has {len(listed)} rows; input_ids has {rows}")
-    starts = torch.zeros(rows, length, dtype=torch.bool)
-    for row, documents in enumerate(listed):
-        documents = [int(n) for n in documents if n]
-        if any(n < 0 for n in documents) or sum(documents) not in (length, int(real[row])):
+def _offsets_from_lengths(lengths: Any, real: list[int], length: int) -> torch.Tensor:
+    """Offsets of documents in the flattened batch, where the padding of a row is one more document."""
+    if len(lengths) != len(real):
+        raise ValueError(f"document_lengths has {len(lengths)} rows; input_ids has {len(real)}")
+    flat = [0]
+    for row, documents in enumerate(lengths):
+        sizes = [int(n) for n in documents if n]
+        if sum(sizes) not in (length, real[row]):
             raise ValueError(
-                f"document_lengths[{row}]={documents[:8]} must sum to the micro-batch row's {int(real[row])} tokens"
+                f"document_lengths[{row}]={sizes[:8]} must sum to the micro-batch row's {real[row]} tokens"
             )
-        ends = torch.tensor([0, *documents]).cumsum(0)
-        starts[row, ends[ends < length]] = True
-    return starts
+        flat += sizes if sum(sizes) == length else [*sizes, length - sum(sizes)]
+    return torch.tensor(flat).cumsum(0)
 
 
-def _offsets(starts: torch.Tensor) -> torch.Tensor:
-    if starts.numel() >= 2**31:
-        raise ValueError(f"B * S = {starts.numel()} tokens do not fit int32 offsets; the most is {2**31 - 1}")
-    flat = starts.flatten().nonzero().flatten().cpu()
-    return torch.cat([flat, torch.tensor([starts.numel()])]).to(torch.int32)
-
-
-def documents_from_positions(position_ids: torch.Tensor) -> torch.Tensor:
-    """Document offsets of [B, S] positions that restart at 0: int32 on the CPU, 0 first, B * S last.
-
-    Raises:
-        ValueError: positions that are not runs of 0, 1, 2, ...
-    """
-    if position_ids.dim() != 2:
-        raise ValueError(f"position_ids has shape {list(position_ids.shape)}; it must be [B, S]")
-    return _offsets(_starts_from_positions(position_ids))
+def _document_starts(given: Mapping[str, Any], real: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
+    """[B, S] bool: where documents start, besides the first of each row."""
+    told = [name for name in DOCUMENTS if name in given]
+    if len(told) > 1:
+        raise ValueError(f"{' and '.join(told)} all say where documents start: give one of them")
+    starts = torch.zeros_like(tail)
+    if "position_ids" in given:
+        positions = _integers(given, "position_ids", tail.shape).to(tail.device)
+        starts = _starts_from_positions(positions.masked_fill(tail, 0))
+    elif told:
+        lengths = given.get("document_lengths")
+        offsets = (
+            _integers(given, "cu_seqlens") if lengths is None
+            else _offsets_from_lengths(lengths, real.tolist(), tail.shape[1])
+        )  # fmt: skip
+        starts = _starts_from_offsets(offsets, *tail.shape).to(tail.device)
+    return starts & ~tail
 
 
 def prepare(batch: Mapping[str, Any], multiple: int) -> Batch:
@@ -125,52 +118,39 @@ def prepare(batch: Mapping[str, Any], multiple: int) -> Batch:
     if ids.dim() != 2 or 0 in ids.shape:
         raise ValueError(f"input_ids has shape {list(ids.shape)}; it must be [B, S] with at least one token")
     rows, length = ids.shape
-    labels = _integers(given, "labels", (rows, length)).to(ids.device)
+    labels = _integers(given, "labels", ids.shape).to(ids.device)
     if (lowest := int(ids.min())) < 0:
         raise ValueError(f"input_ids holds {lowest}; tokens are 0 or more (only labels may be {IGNORE})")
     if (wrong := labels[(labels < 0) & (labels != IGNORE)]).numel():
         raise ValueError(f"labels hold {int(wrong[0])}; a label that is to be ignored is {IGNORE}")
 
-    real = torch.full((rows,), length, device=ids.device)  # tokens of each micro-batch row that are not padding
+    mask = torch.ones_like(ids)
     if "attention_mask" in given:
-        mask = _integers(given, "attention_mask", (rows, length)).to(ids.device)
-        if ((mask != 0) & (mask != 1)).any() or (mask.diff(dim=1) > 0).any():
-            raise ValueError(
-                "attention_mask must be ones, with zeros only as padding on the right of a micro-batch row"
-            )
-        real = mask.sum(1)
-    tail = torch.arange(length, device=ids.device) >= real[:, None]
-
-    found: dict[str, torch.Tensor] = {}
-    if "position_ids" in given:
-        positions = _integers(given, "position_ids", (rows, length)).to(ids.device)
-        found["position_ids"] = _starts_from_positions(positions.masked_fill(tail, 0))
-    if "document_lengths" in given:
-        found["document_lengths"] = _starts_from_lengths(given["document_lengths"], real, rows, length)
-    if "cu_seqlens" in given:
-        found["cu_seqlens"] = _starts_from_offsets(_integers(given, "cu_seqlens"), rows, length)
-    starts = torch.zeros_like(tail)
-    for i, (name, marks) in enumerate(found.items()):
-        marks = marks.to(ids.device) & ~tail
-        if i and not torch.equal(starts, marks):
-            raise ValueError(f"{next(iter(found))} and {name} disagree about where documents start")
-        starts = marks
+        mask = _integers(given, "attention_mask", ids.shape).to(ids.device)
+    real = mask.sum(1)  # tokens of each micro-batch row that are not padding
+    column = torch.arange(length + -length % multiple, device=ids.device).expand(rows, -1)
+    tail = column >= real[:, None]
+    if not torch.equal(mask, (~tail[:, :length]).long()):
+        raise ValueError("attention_mask must be ones, with zeros only as padding on the right of a micro-batch row")
+    starts = _document_starts(given, real, tail[:, :length])
     packed = bool(starts[:, 1:].any())
     starts[:, 0] = True
 
-    labels = labels.masked_fill(tail, IGNORE)
+    labels = labels.masked_fill(tail[:, :length], IGNORE)
     shifted = labels[:, 1:].masked_fill(starts[:, 1:], IGNORE)  # no loss across a document's end
-    extra = -length % multiple
-    starts, tail = F.pad(starts, (0, extra)), F.pad(tail, (0, extra), value=True)
-    column = torch.arange(length + extra, device=ids.device).expand(rows, -1)
+    extra = column.shape[1] - length
+    starts = F.pad(starts, (0, extra))
     if packed:  # padding is a document of its own, so that no real document grows
         starts |= column == real[:, None]
+    if starts.numel() >= 2**31:
+        raise ValueError(f"B * S = {starts.numel()} tokens do not fit int32 offsets; the most is {2**31 - 1}")
     first = torch.where(starts, column, 0).cummax(1).values
+    offsets = F.pad(starts.flatten().nonzero().flatten(), (0, 1), value=starts.numel())
     return {
         "input_ids": F.pad(ids, (0, extra)),
         "position_ids": (column - first).masked_fill(tail, 0),
         "shift_labels": F.pad(shifted, (0, extra + 1), value=IGNORE),
-        "cu_seqlens": _offsets(starts),
+        "cu_seqlens": offsets.to("cpu", torch.int32),
         "row_tokens": real.to("cpu", torch.int32),
     }
 
@@ -205,10 +185,10 @@ def shard_batch(batch: Mapping[str, Any], sp: int, sp_rank: int, pad_to: int | N
     B: rows of the micro-batch; S: tokens of a row, P after padding; L = P / sp: tokens of one rank.
 
     Args:
-        batch: input_ids and labels [B, S] (any integer type), and optionally position_ids [B, S] (0, 1, 2, ..., which
-            begin at 0 with each packed document), document_lengths (the tokens of each document, a list for each row),
-            cu_seqlens (offsets of documents in the flattened batch), and attention_mask [B, S] (zeros only as padding
-            on the right, whose labels become -100).
+        batch: input_ids and labels [B, S] (any integer type), and optionally attention_mask [B, S] (zeros only as
+            padding on the right, whose labels become -100) and one of position_ids [B, S] (0, 1, 2, ..., which begin at
+            0 with each packed document), document_lengths (the tokens of each document, a list for each row) and
+            cu_seqlens (offsets of documents in the flattened batch).
         sp: the number of ranks that share the batch.
         sp_rank: the rank whose slice is returned, from 0 to sp - 1.
         pad_to: rows are padded on the right to a multiple of this many tokens, itself a multiple of `sp` (default: sp).
@@ -224,18 +204,13 @@ def shard_batch(batch: Mapping[str, Any], sp: int, sp_rank: int, pad_to: int | N
         ValueError: keys are missing or unknown, shapes or dtypes do not fit, or positions or masks cannot be written as
             document boundaries.
     """
-    if not 0 <= sp_rank < sp:
-        raise ValueError(f"sp_rank={sp_rank} must be from 0 to {sp - 1}, because sp={sp}")
     check_pad_to(sp, pad_to)
     whole = prepare(batch, pad_to or sp)
     return {**cut(whole, sp, sp_rank), "step_tokens": torch.tensor(valid_tokens(whole))}
 
 
-def fingerprint(whole: Batch) -> int:
-    """A number below 2**61 that differs when batches do, cheap enough for every step."""
-    total = 0
-    for name in (*SLICED, "cu_seqlens"):
-        flat = whole[name].flatten().to(torch.int64)
-        weight = torch.arange(flat.numel(), device=flat.device) % 65521 + 1
-        total = (total * 1_000_003 + int((flat * weight).sum()) + math.prod(whole[name].shape)) % (2**61 - 1)
-    return total
+def checksum(parts: Iterable[torch.Tensor], before: int = 0) -> int:
+    """A number of 32 bits of these values, in their order, and of `before`."""
+    for part in parts:
+        before = zlib.crc32(part.cpu().numpy().tobytes(), before)
+    return before

@@ -102,7 +102,7 @@ def _begins_with_a_chat(data: str) -> bool:
     if local_files(Path(data).expanduser())[0] == "text":
         return False
     try:
-        first = next(iter(load_corpus(data, streaming=True)))
+        first = load_corpus(data)[0]
     except Exception:  # every format's reader raises its own kinds
         return False
     return read_row(first, chats=False).messages is not None

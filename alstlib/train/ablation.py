@@ -22,8 +22,7 @@ from torch.utils.data import DataLoader
 import alstlib
 from alstlib.config import RunConfig
 from alstlib.contrib.sparse import Sparse, select_pages
-from alstlib.data.loader import SampleOrder
-from alstlib.data.samples import collate, make_samples
+from alstlib.data.samples import SampleOrder, collate, make_samples
 from alstlib.hf import models
 from alstlib.hf.loading import load_on_first
 from alstlib.hf.models import flop_dimensions, put_liger
@@ -89,8 +88,8 @@ class AblationRun(Training):
             sp = 1  # the ranks of a group cannot take turns within a step: they share one stream of samples
         replicas = self.ctx.dp * sp
         place = self.ctx.rank if sp > 1 else self.ctx.dp_rank
-        sampler: Any = SampleOrder(self.samples, replicas, place, shuffle=False)
-        batches = DataLoader(self.samples, batch_size=run.data.batch_size, sampler=sampler, collate_fn=self._collate)
+        order = self.order = SampleOrder(self.samples, replicas, place)
+        batches = DataLoader(self.samples, batch_size=run.data.batch_size, sampler=order, collate_fn=self._collate)
         return alstlib.SPDataLoader(
             batches, self.ctx, run.optim.accumulation, replicated=sp == 1 and self.ctx.sp > 1, device=self.device
         )
@@ -164,10 +163,10 @@ class AblationRun(Training):
         self.ledger.start()
         loader = self.loader(seq_len, run.optim.steps)
         self.states = states = RunStates(self.engine, run, seq_len, self.out, self.say)
-        made: dict[str, list[Any]] = states.resume(loader)
+        made: dict[str, list[Any]] = states.resume(self.order)
         tokens, begun = self.tokens_per_step(seq_len), states.begun
         left = (run.optim.steps - begun) * tokens // seq_len
-        self.samples.lengthen(loader.state_dict()["samples"] + left)  # after a step of other groups
+        self.samples.lengthen(self.order.seen + left)  # after a step of other groups
         for message in (*states.notes, f"step {begun + 1} of {run.optim.steps}, which warms up"):
             self.say(message, seq_len=seq_len)
         numbers, own = range(begun + 1, run.optim.steps + 1), []
@@ -177,7 +176,8 @@ class AblationRun(Training):
             own.append(step["step_seconds"])
             if len(own) == watched and self.device.type == "cpu":
                 self.ledger.close()
-            states.after_step(loader, number, max(own[-10:]), made)
+            self.order.seen += tokens // seq_len
+            states.after_step(self.order, number, max(own[-10:]), made)
         timed = own[watched:] or made["step_seconds"][-1:]
         untimed = [] if own[watched:] else [WATCHED_TIME if own else NO_STEP]
         seconds = statistics.median(timed)

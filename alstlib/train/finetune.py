@@ -14,7 +14,6 @@ last whole one. Those of another configuration are never continued and never rep
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
 import time
@@ -27,9 +26,8 @@ from transformers import TrainerCallback
 
 import alstlib
 from alstlib.config import EQUAL, RunConfig
-from alstlib.data.account import Account
-from alstlib.data.corpus import get_tokenizer, load_corpus, places
-from alstlib.data.samples import tokenize_row
+from alstlib.data.corpus import get_tokenizer, load_corpus
+from alstlib.data.samples import Account
 from alstlib.hf.loading import load_on_first, place
 from alstlib.hf.models import load_model, put_liger
 from alstlib.hf.zero_config import engine_config
@@ -119,8 +117,7 @@ class FineTune(Training):
         self.say(f"tokenizing {rows:,} documents of '{name}'")
         pace = Pace(self.say, f"tokenizing '{name}'", rows)
         split = self.run.optim.trainer.get("packing_strategy") in ("bfd_split", "wrapped")
-        read = functools.partial(tokenize_row, tokenizer=self.tokenizer)
-        account = Account(read, f" of '{name}'", None if split else limit, functools.partial(places, name, rows))
+        account = Account(self.tokenizer, f" of '{name}'", None if split else limit)
 
         def tokens(row: dict[str, Any], number: int) -> dict[str, Any]:
             pace(number + 1)
@@ -132,19 +129,15 @@ class FineTune(Training):
         made = corpus.map(tokens, with_indices=True, remove_columns=corpus.column_names, load_from_cache_file=False)
         sizes = made["size"][:]
         made = made.select([i for i, size in enumerate(sizes) if size]).remove_columns("size")
-        if not len(made):
+        account.refuse_useless()
+        lost, left_out = len(account.useless), account.note(" and are left out")
+        if lost > MOST_LOST * rows and not self.run.data.allow_dropped:
             raise ValueError(
-                f"none of {rows} rows of '{name}' has a token with a loss: chats need a message of the assistant, "
-                "prompts a completion, and labels a value besides -100"
+                f"{lost} of {rows} rows of '{name}' ({lost / rows:.1%}) would be left out, more than {MOST_LOST:.0%}: "
+                "mend them, or leave them out with data.allow_dropped: true (alst run --set data.allow_dropped=true). "
+                f"{left_out}"
             )
-        lost = account.notes(" and are left out")
-        if account.lost > MOST_LOST * rows and not self.run.data.allow_dropped:
-            raise ValueError(
-                f"{account.lost} of {rows} rows of '{name}' ({account.lost / rows:.1%}) would be left out, more than "
-                f"{MOST_LOST:.0%}: mend them, or leave them out with data.allow_dropped: true "
-                "(alst run --set data.allow_dropped=true). " + "; ".join(lost)
-            )
-        self.notes += lost
+        self.notes += [left_out] if lost else []
         if not split and (long := sum(size > limit for size in sizes)):
             how = "with packed=True, trainer={'packing_strategy': 'bfd_split'} cuts nothing off"
             self.notes.append(f"{long} of {rows} rows of '{name}' were cut at {limit:,} tokens; {how}")

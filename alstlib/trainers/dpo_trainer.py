@@ -17,7 +17,7 @@ import contextlib
 import functools
 import importlib.metadata
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
+from itertools import tee
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,13 +25,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from alstlib.data.agreement import share_step
-from alstlib.data.shard import Batch
 from alstlib.hf.attach import apply
 from alstlib.hf.handle import Handle
 from alstlib.hf.token_logps import OverRanks, token_logps
 from alstlib.trainers.trainer import TrainerMixin, without_adapters
-from alstlib.trainers.trainer_checks import check_preferences, check_slice
+from alstlib.trainers.trainer_checks import check_preferences
 from alstlib.units import IGNORE
 
 PAIRS = "pairs"
@@ -57,15 +55,11 @@ class DPOTrainerMixin(TrainerMixin):
     precompute_ref_logps: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if not hasattr(super(), "compute_ref_log_probs"):
-            raise ValueError(
-                f"{type(self).__name__} has no DPOTrainer of TRL behind DPOTrainerMixin: write class SPDPO("
-                "alstlib.DPOTrainerMixin, trl.DPOTrainer)"
-            )
         trl = importlib.metadata.version("trl")
-        if tuple(map(int, trl.split(".")[:2])) < (1, 15):
+        if not hasattr(super(), "compute_ref_log_probs") or tuple(map(int, trl.split(".")[:2])) < (1, 15):
             raise ValueError(
-                f"DPOTrainerMixin needs trl 1.15 or newer, and trl {trl} is installed: pip install 'trl>=1.15'"
+                f"{type(self).__name__} needs DPOTrainer of trl 1.15 or newer behind DPOTrainerMixin: write class "
+                f"SPDPO(alstlib.DPOTrainerMixin, trl.DPOTrainer), and pip install 'trl>=1.15' ({trl} is installed)"
             )
         self.reference_handle: Handle | None = None
         super().__init__(*args, **kwargs)
@@ -76,22 +70,18 @@ class DPOTrainerMixin(TrainerMixin):
 
     # ----- batches
 
-    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *_: Any) -> tuple[list[Batch], None]:
-        return self._share(islice(epoch_iterator, num_batches)), None
+    def _items(self, inputs: Mapping[str, Any]) -> None:
+        """The loss is a mean over pairs, and nothing is counted."""
 
     def _share(self, batches: Iterable[Any]) -> list[Any]:
         """The slices of an optimizer step, each with the whole batch that it is of."""
-        wholes: list[Mapping[str, Tensor]] = []
+        batches, wholes = tee(batches)
+        return [{**part, PAIRS: whole} for part, whole in zip(super()._share(batches), wholes)]
 
-        def rows() -> Iterator[dict[str, Tensor]]:
-            for batch in batches:
-                wholes.append(batch)
-                yield _labelled(batch)
-
-        slices = share_step(rows(), self.ctx)
-        return [
-            {**part, PAIRS: whole, "row_length": whole["input_ids"].shape[1]} for part, whole in zip(slices, wholes)
-        ]
+    def _known(self, batch: Any) -> dict[str, Tensor]:
+        """The rows of a batch of pairs; labels are the tokens of completions."""
+        labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, IGNORE)
+        return {"input_ids": batch["input_ids"], "labels": labels, "attention_mask": batch["attention_mask"]}
 
     # ----- the models
 
@@ -138,7 +128,6 @@ class DPOTrainerMixin(TrainerMixin):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:  # fmt: skip
-        check_slice(inputs, PAIRS)
         me: Any = self
         pairs, known = self._pairs(inputs), self.precompute_ref_logps
         if not known:  # first, because engines expect one forward with gradients right before backward
@@ -157,14 +146,12 @@ class DPOTrainerMixin(TrainerMixin):
     def _replicas_once(self) -> Iterator[None]:
         """Inside, what the Trainer gathers for its metrics comes from each replica once, and not from each rank."""
         accelerator: Any = self.accelerator
-        before = {name: accelerator.__dict__.get(name) for name in ("gather", "gather_for_metrics")}
         accelerator.gather = functools.partial(self._gather_replicas, repeated=True)
         accelerator.gather_for_metrics = self._gather_replicas
         try:
             yield
         finally:
-            for name, value in before.items():
-                delattr(accelerator, name) if value is None else setattr(accelerator, name, value)
+            del accelerator.gather, accelerator.gather_for_metrics
 
     # ----- evaluation
 
@@ -180,17 +167,6 @@ class DPOTrainerMixin(TrainerMixin):
         (batch,) = self._share([inputs])
         with torch.no_grad(), self.compute_loss_context_manager():
             return self.compute_loss(model, self._prepare_inputs(batch)), None, None
-
-
-def _labelled(batch: Any) -> dict[str, Tensor]:
-    """The rows of a batch of pairs; labels are the tokens of completions."""
-    if not isinstance(batch, Mapping) or (
-        lacking := [name for name in ("input_ids", "attention_mask", "completion_mask") if name not in batch]
-    ):
-        what = f"lacks {', '.join(lacking)}" if isinstance(batch, Mapping) else f"is no dict but {type(batch).__name__}"
-        raise ValueError(f"a batch of pairs {what}: leave the collator to DPOTrainer")
-    labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, IGNORE)
-    return {"input_ids": batch["input_ids"], "labels": labels, "attention_mask": batch["attention_mask"]}
 
 
 def _score(model: nn.Module, inputs: Mapping[str, Any], trainer: DPOTrainerMixin, **_: Any) -> Any:

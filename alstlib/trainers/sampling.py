@@ -4,52 +4,33 @@ random must be alike, or must differ, on the ranks that share a sample."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Sampler
 
 from alstlib.hf.handle import Handle
-from alstlib.mesh import SPContext
 
 
 class SharedOrder(Sampler):
-    """A sampler whose order every rank gets as rank 0 draws it, where the plain Trainer draws it.
+    """A sampler that draws the order of an epoch from a seed: the same on every rank, and again after a resume."""
 
-    A checkpoint has the state of PyTorch's random numbers at the beginning of the epoch, so that an epoch goes on in
-    the same order (`save`, `resume`).
-    """
-
-    FILE = "order_rng_state.pth"
-
-    def __init__(self, sampler: Any, ctx: SPContext) -> None:
-        self.sampler, self.ctx = sampler, ctx
-        self.state: Tensor | None = None
-        self.resumed: Tensor | None = None
+    def __init__(self, sampler: Any, seed: int) -> None:
+        self.sampler, self.seed, self.epoch = sampler, seed, 0
 
     def __len__(self) -> int:
         return len(self.sampler)
 
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
     def __iter__(self) -> Iterator[int]:
-        if self.resumed is not None:
-            torch.set_rng_state(self.resumed)
-        self.state, self.resumed = torch.get_rng_state(), None
-        order = torch.tensor(list(self.sampler), device=self.ctx.wire)
-        if self.ctx.world_size > 1:
-            dist.broadcast(order, group_src=0, group=self.ctx.world_group)
-        return iter(order.tolist())
-
-    def save(self, folder: str) -> None:
-        torch.save(self.state, Path(folder) / self.FILE)
-
-    def resume(self, folder: str) -> None:
-        """The next order is the one in which the epoch of this checkpoint began. The Trainer itself sets the random
-        numbers of the checkpoint after it has read the first step."""
-        if (path := Path(folder) / self.FILE).is_file():  # not in checkpoints of the plain Trainer
-            self.resumed = torch.load(path, weights_only=True)
+        training = torch.get_rng_state()
+        torch.default_generator.manual_seed(self.seed + self.epoch)
+        order = list(self.sampler)
+        torch.set_rng_state(training)
+        return iter(order)
 
 
 def spread_neftune(handle: Handle) -> Any:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import RandomSampler, SequentialSampler
+from torch.utils.data import RandomSampler
 from transformers.utils import TransformersKwargs
 
 from alstlib.data.agreement import share_step
@@ -46,10 +46,8 @@ from alstlib.trainers.trainer_checks import (
     Slice,
     check_arguments,
     check_class,
-    check_collator,
     check_liger,
     check_seeds,
-    check_slice,
 )
 from alstlib.units import IGNORE
 
@@ -86,53 +84,41 @@ class TrainerMixin(Base):
     """Trainers of transformers and TRL whose loss is the one computed here."""
 
     def __init__(self, *args: Any, sp: int | None = None, alst: Options | None = None, **kwargs: Any) -> None:
-        if alst is not None and not isinstance(alst, Options):
-            raise ValueError(f"alst={alst!r} must be an alstlib.Options, such as alstlib.Options(offload=True)")
         self.sp, self.alst = sp, alst or Options()
+        if not isinstance(self.alst, Options):
+            raise ValueError(f"alst={alst!r} must be an alstlib.Options, such as alstlib.Options(offload=True)")
         self.handle: Handle | None = None
-        self._order: SharedOrder | None = None
         check_class(type(self), TrainerMixin, self.LOSS_OF)
         super().__init__(*args, **kwargs)
-        check_collator(self.data_collator)
 
     # ----- the mesh
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         args = self.args
-        found = args.parallelism_config
-        if found is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
+        found, args.parallelism_config = args.parallelism_config, None
+        if os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true" and found is None:
             from accelerate import ParallelismConfig
 
             found = ParallelismConfig()
         if found is not None:
             self._take_over(found)
         # A recomputed layer looks to DDP like parameters that are used twice, unless it looks for none.
-        was = args.ddp_find_unused_parameters
-        args.ddp_find_unused_parameters = bool(was)
-        try:
-            made = super()._build_accelerator_args(**kwargs)
-        finally:
-            args.ddp_find_unused_parameters = was
-        made.pop("parallelism_config", None)
-        return made
+        args.ddp_find_unused_parameters = bool(args.ddp_find_unused_parameters)
+        return super()._build_accelerator_args(**kwargs)
 
     def _take_over(self, found: Any) -> None:
         """Accelerate's own sequence parallelism stays off, and its degree is ours."""
-        if found.tp_size > 1 or found.cp_size > 1:
+        if found.tp_size > 1 or found.cp_size > 1 or (self.sp is not None and found.sp_size not in (1, self.sp)):
             raise ValueError(
-                f"parallelism_config has tp_size={found.tp_size} and cp_size={found.cp_size}: TrainerMixin "
-                "supports sp_size only; leave the others at 1"
+                f"parallelism_config has tp_size={found.tp_size}, cp_size={found.cp_size} and sp_size={found.sp_size}: "
+                f"TrainerMixin supports sp_size only, which must be sp={self.sp} where both are given"
             )
-        if self.sp is not None and found.sp_size not in (1, self.sp):
-            raise ValueError(f"sp={self.sp}, but parallelism_config has sp_size={found.sp_size}: give one of them")
         if self.sp is None:
             self.sp = found.sp_size
             log.warning(
                 "parallelism_config: sp_size=%d is used by alstlib, in place of DeepSpeed's sequence parallelism",
                 found.sp_size,
             )
-        self.args.parallelism_config = None
-        os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -141,16 +127,10 @@ class TrainerMixin(Base):
                 "several processes were started, but Accelerate did not connect them, as on a machine without a GPU: "
                 "use TrainingArguments(use_cpu=True)"
             )
-        if not dist.is_initialized() and self.sp is not None and self.sp > 1:
-            raise ValueError(
-                f"sp={self.sp}, but one process was started: use torchrun --nproc_per_node {self.sp}, or accelerate "
-                f"launch --multi_gpu --num_processes {self.sp} (on a CPU too, because --cpu needs mpirun)"
-            )
-        self.ctx = SPContext.create(1 if self.sp is None else self.sp)
-        self._replicas = None
-        for first in range(self.ctx.sp if self.ctx.dp > 1 else 0):  # every rank takes part in making every group
-            made = dist.new_group(list(range(first, self.ctx.world_size, self.ctx.sp)))
-            self._replicas = made if first == self.ctx.sp_rank else self._replicas
+        ctx = self.ctx = SPContext.create(1 if self.sp is None else self.sp)
+        self._replicas = None  # the group of the ranks that hold this rank's slice of other samples
+        if ctx.dp > 1:
+            self._replicas = dist.group.WORLD if ctx.sp == 1 else ctx.mesh.get_group("dp")
         self.accelerator.prepare_data_loader = self._prepare_data_loader
 
     def _validate_args(self) -> None:
@@ -187,23 +167,10 @@ class TrainerMixin(Base):
         return super().get_train_dataloader()
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        sampler, self._order = super()._get_train_sampler(*args, **kwargs), None
-        seeded = isinstance(sampler, RandomSampler) and self.accelerator.use_seedable_sampler
-        if sampler is None or seeded or isinstance(sampler, SequentialSampler):
+        sampler = super()._get_train_sampler(*args, **kwargs)
+        if sampler is None or (isinstance(sampler, RandomSampler) and self.accelerator.use_seedable_sampler):
             return sampler
-        self._order = SharedOrder(sampler, self.ctx)
-        return self._order
-
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        resumed, begun = kwargs["resume_from_checkpoint"], kwargs["steps_trained_in_current_epoch"]
-        if self._order is not None and resumed is not None and begun and kwargs["epoch"] == kwargs["epochs_trained"]:
-            self._order.resume(resumed)
-        super()._run_epoch(*args, **kwargs)
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        if self._order is not None and self.args.should_save:
-            self._order.save(output_dir)
+        return SharedOrder(sampler, self.args.seed if self.args.data_seed is None else self.args.data_seed)
 
     def _set_signature_columns_if_needed(self) -> None:
         known = self._signature_columns is not None
@@ -225,12 +192,13 @@ class TrainerMixin(Base):
                 yield (read := self._known(batch))
                 lengths.append(len(read["input_ids"][0]))
 
-        return [{**part, "row_length": n} for part, n in zip(share_step(rows(), self.ctx), lengths)]
+        return [
+            {**part, "row_length": n}
+            for part, n in zip(share_step(rows(), self.ctx, self.args.gradient_accumulation_steps), lengths)
+        ]
 
     def _known(self, batch: Any) -> dict[str, Any]:
         """A collator's batch without what says the same twice, and without what the model's forward does not take."""
-        if not isinstance(batch, Mapping):
-            raise ValueError(f"the collator returns {type(batch).__name__}, not dicts with input_ids and labels")
         model = type(without_adapters(self.model))
         known = (*TransformersKwargs.__annotations__, "shift_labels")  # what attention and loss find among all else
         takes = {*KEYS, *REDUNDANT, *known, *inspect.signature(model.forward).parameters}
@@ -290,7 +258,6 @@ class TrainerMixin(Base):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:  # fmt: skip
-        check_slice(inputs, "step_tokens")
         loss = self._loss(model, inputs, num_items_in_batch)
         return (loss, {"loss": loss}) if return_outputs else loss
 
@@ -353,15 +320,13 @@ class TrainerMixin(Base):
         state = self.accelerator.gradient_state
         surplus = state.end_of_dataloader and state.remainder > 0 and not repeated
 
-        def kept(whole: Tensor) -> Tensor:
-            return whole[: state.remainder] if surplus and whole.ndim else whole
-
         def gather(part: Tensor) -> Tensor:
+            number = part.ndim == 0
             if self._replicas is not None:
                 parts = [torch.empty_like(part) for _ in range(self.ctx.dp)]
                 dist.all_gather(parts, part.contiguous(), group=self._replicas)
-                return torch.stack(parts) if part.ndim == 0 else kept(torch.cat(parts))
-            return kept(part)
+                part = torch.stack(parts) if number else torch.cat(parts)
+            return part[: state.remainder] if surplus and not number else part
 
         return recursively_apply(gather, data)
 

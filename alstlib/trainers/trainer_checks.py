@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from alstlib.data.agreement import everyones
+from alstlib.data.agreement import check_same
 
 REPLACED = ("compute_loss", "prediction_step", "get_batch_samples", "_prepare_inputs")
 """Methods of a Trainer that are the mixin's altogether: what a class behind it does there would be lost."""
@@ -93,14 +92,6 @@ def check_preferences(trainer: Any) -> None:
     _refuse(found, "DPOTrainerMixin")
 
 
-def check_collator(collator: Any) -> None:
-    if getattr(getattr(collator, "tokenizer", None), "padding_side", "right") == "left":
-        raise ValueError(
-            f"{type(collator).__name__} pads on the left, but positions count from the first token of a sample: set "
-            "tokenizer.padding_side = 'right'"
-        )
-
-
 def check_liger(args: Any) -> None:
     if args.use_liger_kernel and (args.liger_kernel_config or {}).get("fused_linear_cross_entropy", True):
         raise ValueError(
@@ -122,24 +113,10 @@ class Slice(dict):
         return super().pop(name, *default) if default or name in self else self[name]
 
 
-def check_slice(inputs: Mapping[str, Any], name: str) -> None:
-    """What `compute_loss` is given must come from the mixin's `get_batch_samples`, which adds this field."""
-    if name not in inputs:
-        raise ValueError(
-            f"compute_loss got inputs without {name}, only {', '.join(inputs)}: give it the slices that the mixin's "
-            "get_batch_samples returns"
-        )
-
-
 def check_seeds(trainer: Any) -> None:
     """Ranks that shuffle differently would read different samples."""
     args = trainer.args
     mine = {"seed": args.seed, "data_seed": -1 if args.data_seed is None else args.data_seed}
     if args.data_seed is None:
         mine["torch.initial_seed()"] = torch.initial_seed() % 2**62
-    for name, values in zip(mine, zip(*everyones(trainer.ctx, list(mine.values()), len(mine)))):
-        if len(set(values)) > 1:
-            raise ValueError(
-                f"{name} differs between ranks ({list(values)[:8]}), so they would draw different samples: give all "
-                "ranks the same seed, or give data_seed"
-            )
+    check_same(trainer.ctx, mine, "they would draw different samples: give all ranks the same seed, or give data_seed")
