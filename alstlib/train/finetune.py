@@ -26,7 +26,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 import alstlib
-from alstlib.config import EQUAL, RunConfig
+from alstlib.config import EQUAL, RunConfig, differences
 from alstlib.data.account import Account
 from alstlib.data.corpus import get_tokenizer, load_corpus, places
 from alstlib.data.samples import tokenize_row
@@ -34,13 +34,15 @@ from alstlib.hf.loading import load_on_first, place
 from alstlib.hf.models import load_model, put_liger
 from alstlib.hf.zero_config import engine_config
 from alstlib.offload.ledger import Ledger
+from alstlib.options import check_names
 from alstlib.runs import locks, results
 from alstlib.runs.progress import Pace
+from alstlib.runs.results import Json
 from alstlib.runs.workers import FINETUNE
 from alstlib.train import operators
 from alstlib.train.engine import count, host_tensors, reserve_adam_state
 from alstlib.train.files import move_aside
-from alstlib.train.resume import differences, ended, ending, fields, finished, of_first, seconds_to_save
+from alstlib.train.resume import ended, ending, fields, finished, of_first, seconds_to_save
 from alstlib.train.worker import Training, run_worker, wait_for
 
 MOST_LOST = 0.01
@@ -58,11 +60,11 @@ def engine_of(run: RunConfig, gpu: bool) -> str:
     return "ddp" if not gpu else "fsdp2" if run.engine.fsdp else f"zero{run.engine.zero_stage}"
 
 
-def settings(run: RunConfig, engine: str, bf16: bool, folder: Path, deepspeed: dict[str, Any]) -> dict[str, Any]:
+def settings(run: RunConfig, engine: str, bf16: bool, folder: Path, deepspeed: Json) -> Json:
     """Fields of SFTConfig: those that follow from the run's, and those in `trainer`, which win. Of DeepSpeed's
     configuration the Trainer decides the optimizer, batches and clipping."""
     every, optim = run.output.checkpoint_every, run.optim
-    made: dict[str, Any] = {
+    made: Json = {
         "output_dir": str(folder), "max_length": run.data.seq_len, "packing": run.data.packed, "bf16": bf16,
         "per_device_train_batch_size": run.data.batch_size, "per_device_eval_batch_size": run.data.batch_size,
         "gradient_accumulation_steps": optim.accumulation, "learning_rate": optim.learning_rate, "seed": optim.seed,
@@ -88,10 +90,16 @@ class FineTune(Training):
 
     def __init__(self, run: RunConfig, out: Path) -> None:
         super().__init__(run, out)
+        from peft import LoraConfig
+        from trl import SFTConfig
+
+        check_names(run.optim.trainer, SFTConfig.__dataclass_fields__, "field of SFTConfig in optim.trainer")
+        check_names(run.model.lora or {}, LoraConfig.__dataclass_fields__, "field of LoraConfig in model.lora")
         self.engine = engine_of(run, self.gpu)
-        if self.engine == "ddp" and self.bf16:
-            raise ValueError("dtype='bf16' needs a GPU: on a CPU fine-tuning is in fp32 (dtype='auto')")
-        self.notes = [] if self.gpu else [ON_CPU]
+        if self.engine == "ddp":
+            self.notes.append(ON_CPU)
+            if self.bf16:
+                raise ValueError("dtype='bf16' needs a GPU: on a CPU fine-tuning is in fp32 (dtype='auto')")
         data, others = self._documents()
         # of data that are tokens only the padding token is needed
         self.tokenizer = self.tokenizer or get_tokenizer("stdlib-bpe", vocab_size=min(self.vocabulary, 8192))
@@ -103,26 +111,23 @@ class FineTune(Training):
 
     def _documents(self) -> tuple[Any, Any]:
         """Documents to train on and to evaluate on as token ids and labels."""
-        run, others = self.run, None
-        made = self._tokens(self.corpus, run.data.name)
+        run, made = self.run, self._tokens(self.corpus, self.run.data.name)
+        if run.data.eval is None:
+            return made, None
         if isinstance(run.data.eval, str):
-            others = self._tokens(load_corpus(run.data.eval), run.data.eval)
-        elif run.data.eval is not None:
-            if len(made) < 2:
-                raise ValueError(f"data.eval={run.data.eval} keeps back a share of '{run.data.name}', one document")
-            parts = made.train_test_split(test_size=run.data.eval, seed=run.optim.seed)
-            made, others = parts["train"], parts["test"]
-        return made, others
+            return made, self._tokens(load_corpus(run.data.eval), run.data.eval)
+        parts = made.train_test_split(test_size=run.data.eval, seed=run.optim.seed)
+        return parts["train"], parts["test"]
 
     def _tokens(self, corpus: Any, name: str) -> Any:
-        limit, rows = self.run.data.seq_len, len(corpus)
-        self.say(f"tokenizing {rows:,} documents of '{name}'")
+        limit, rows, of = self.run.data.seq_len, len(corpus), f" of '{name}'"
+        self.say(f"tokenizing {rows:,} documents{of}")
         pace = Pace(self.say, f"tokenizing '{name}'", rows)
         split = self.run.optim.trainer.get("packing_strategy") in ("bfd_split", "wrapped")
         read = functools.partial(tokenize_row, tokenizer=self.tokenizer)
-        account = Account(read, f" of '{name}'", None if split else limit, functools.partial(places, name, rows))
+        account = Account(read, of, None if split else limit, functools.partial(places, name, rows))
 
-        def tokens(row: dict[str, Any], number: int) -> dict[str, Any]:
+        def tokens(row: Json, number: int) -> Json:
             pace(number + 1)
             document = account(row, number)
             self.check_tokens(int(document.ids.max(initial=0)))
@@ -132,22 +137,19 @@ class FineTune(Training):
         made = corpus.map(tokens, with_indices=True, remove_columns=corpus.column_names, load_from_cache_file=False)
         sizes = made["size"][:]
         made = made.select([i for i, size in enumerate(sizes) if size]).remove_columns("size")
-        if not len(made):
-            raise ValueError(
-                f"none of {rows} rows of '{name}' has a token with a loss: chats need a message of the assistant, "
-                "prompts a completion, and labels a value besides -100"
-            )
         lost = account.notes(" and are left out")
+        if not len(made):
+            raise ValueError(f"none of {rows} rows{of} has a token with a loss. " + "; ".join(lost))
         if account.lost > MOST_LOST * rows and not self.run.data.allow_dropped:
             raise ValueError(
-                f"{account.lost} of {rows} rows of '{name}' ({account.lost / rows:.1%}) would be left out, more than "
+                f"{account.lost} of {rows} rows{of} ({account.lost / rows:.1%}) would be left out, more than "
                 f"{MOST_LOST:.0%}: mend them, or leave them out with data.allow_dropped: true "
                 "(alst run --set data.allow_dropped=true). " + "; ".join(lost)
             )
         self.notes += lost
         if not split and (long := sum(size > limit for size in sizes)):
             how = "with packed=True, trainer={'packing_strategy': 'bfd_split'} cuts nothing off"
-            self.notes.append(f"{long} of {rows} rows of '{name}' were cut at {limit:,} tokens; {how}")
+            self.notes.append(f"{long} of {rows} rows{of} were cut at {limit:,} tokens; {how}")
         return made
 
     def _trainer(self, data: Any, others: Any) -> Any:
@@ -186,15 +188,15 @@ class FineTune(Training):
         folder.mkdir(parents=True, exist_ok=True)
         results.write_json(folder / "run.json", fields(self.run))
         # what is cut off lacks the file that is written last
-        whole = [file.parent for file in folder.glob("checkpoint-*/trainer_state.json")]
-        if not whole:
+        steps = [int(file.parent.name[11:]) for file in folder.glob("checkpoint-*/trainer_state.json")]
+        if not steps:
             return None, notes
-        last = max(whole, key=lambda checkpoint: int(checkpoint.name.rpartition("-")[2]))
+        last = folder / f"checkpoint-{max(steps)}"
         return str(last), [*notes, f"continued from {last.name}"]
 
     # ----- training
 
-    def __call__(self) -> dict[str, Any]:
+    def __call__(self) -> Json:
         trainer, watch = self.trainer, self.watch
         self.say("starting the Trainer" + (f" from {self.checkpoint}" if self.checkpoint else ""))
         try:
@@ -206,18 +208,17 @@ class FineTune(Training):
             raise ended(watch.ending, self.run, state.global_step, self.out / "checkpoints")
         return self._metrics(state.log_history)
 
-    def _metrics(self, history: list[dict[str, Any]]) -> dict[str, Any]:
+    def _metrics(self, history: list[Json]) -> Json:
         run, trainer, watch = self.run, self.trainer, self.watch
         first = WATCHED if len(watch.seconds) > WATCHED else 0
         seconds, tokens = watch.seconds[first:], watch.tokens[first:]
-        devices, hosts = zip(*self.gather(watch.ledger.device_peak, watch.ledger.host_peak))
-        handle = trainer.handle
         parameters = list(trainer.model.parameters())
 
         def logged(name: str, of: str = "loss") -> list[Any]:
             return [line[name] for line in history if of in line]
 
         return {
+            **self.measured(watch.ledger, trainer.handle),
             "predicted": self.predicted(FINETUNE, trainer.ctx, run.data.seq_len),
             "seq_len": run.data.seq_len,
             "tokens_per_step": round(statistics.median(tokens)) if tokens else None,
@@ -228,14 +229,10 @@ class FineTune(Training):
             "learning_rate": logged("learning_rate"),
             "eval_loss": logged("eval_loss", of="eval_loss"),
             "eval_steps": logged("step", of="eval_loss"),
-            "device_peak_bytes": list(devices),
-            "host_peak_bytes": list(hosts),
             "engine": self.engine,
             "parameters": count(parameters),
             "trained_parameters": count(p for p in parameters if p.requires_grad),
             "saved_to": run.output.save_to,
-            "backend": handle.attention.backend_name,
-            "notes": [*self.notes, *handle.notes],
         }
 
     def finish(self) -> None:
