@@ -174,20 +174,21 @@ def root_cause(failures: Mapping[int, Any], logs: Path) -> tuple[str, str]:
     themselves, because these lost the connection to it.
     """
     first = next(iter(failures.values()))
-    late = first.timestamp + 30
-    found = {
-        rank: failure for rank, failure in failures.items()
-        if failure is first or not (-failure.exitcode == signal.SIGTERM
-                                    or (-failure.exitcode == signal.SIGKILL and failure.timestamp >= late))
-    }  # fmt: skip
+
+    def by_torchrun(failure: Any) -> bool:
+        late = failure.timestamp >= first.timestamp + 30
+        return failure is not first and (
+            failure.exitcode == -signal.SIGTERM or (late and failure.exitcode == -signal.SIGKILL)
+        )
+
+    found = {rank: failure for rank, failure in failures.items() if not by_torchrun(failure)}
     for rank, failure in found.items():
-        if failure.exitcode < 0 and -failure.exitcode != signal.SIGABRT:  # a library aborts when others are gone
+        if failure.exitcode < 0 and failure.exitcode != -signal.SIGABRT:  # a library aborts when others are gone
             return "RankKilled", f"rank {rank} was ended by {signal.Signals(-failure.exitcode).name} ({KILLED})"
-    rank = min(found, key=lambda rank: found[rank].timestamp)
-    told = found[rank].error_file_data["message"]  # a string where the rank wrote no error (torch's `record`)
-    said = (told["message"] if isinstance(told, dict) else "") or _last_error(logs, rank)
-    error = f": {said.splitlines()[0]}" if said else ""
-    return "RankFailed", f"rank {rank} ended with exit status {found[rank].exitcode}{error}"
+    rank, failure = min(found.items(), key=lambda item: item[1].timestamp)
+    told = failure.error_file_data["message"]  # a string where the rank wrote no error (torch's `record`)
+    said = told["message"].splitlines()[0] if isinstance(told, dict) else _last_error(logs, rank)
+    return "RankFailed", f"rank {rank} ended with exit status {failure.exitcode}: {said}".removesuffix(": ")
 
 
 def _last_error(logs: Path, rank: int) -> str:

@@ -22,7 +22,6 @@ from alstlib.tables import console, listed
 
 PAGE = "report.html"
 TEMPLATE = Path(__file__).with_name("report.html.j2")
-NEVER = "never run"
 
 Rows = Sequence[Json]
 
@@ -43,8 +42,7 @@ def tell(folder: Path, spec: Spec | None = None, page: Path | None = None) -> No
         OSError: it could not be written.
         ValueError: there are no results, or jinja2 is not installed.
     """
-    rows = in_order(results.collect(folder), folder, spec)
-    if all(row["status"] == NEVER for row in rows):
+    if not (rows := in_order(results.collect(folder), spec)):
         raise ValueError(f"there is no result.json below {folder} that can be used; run the sweep first")
     show(results.table(rows))
     page = page or folder / PAGE
@@ -52,14 +50,10 @@ def tell(folder: Path, spec: Spec | None = None, page: Path | None = None) -> No
     print(f"\npage: {shown(page)}")
 
 
-def in_order(found: Rows, folder: Path, spec: Spec | None) -> Rows:
-    """The results in the order of the spec's rows, with what stands for those that have none, and then all others."""
-    empty: Json = {"run_id": "", "status": NEVER, "mode": "-", "metrics": {}}
-    rows = {
-        row: {**empty, "row": row, "label": row, "folder": folder / row, "config": config.to_dict()}
-        for row, config in (spec.rows if spec else {}).items()
-    }
-    return [*(rows | {result["row"]: result for result in found}).values()] if spec else found
+def in_order(found: Rows, spec: Spec | None) -> Rows:
+    """The results in the order of the spec's rows, and then all others."""
+    place = [*(spec.rows if spec else ())]
+    return sorted(found, key=lambda result: place.index(result["row"]) if result["row"] in place else len(place))
 
 
 def show(rows: Rows) -> None:
@@ -78,14 +72,14 @@ def write_page(rows: Rows, folder: Path, page: Path, spec: Spec | None = None) -
         import jinja2
     except ImportError:
         raise ValueError("the page needs the package jinja2: pip install 'alstlib[notebooks]'") from None
-    base, ran = page.resolve().parent, [row for row in rows if row["status"] != NEVER]
+    base = page.resolve().parent
     heads, texts = results.cells(results.table(rows))
     about = {
         "title": spec.name if spec else folder.resolve().name,
         "written": datetime.datetime.now().astimezone().isoformat(" ", timespec="minutes"),
         "command": spec and spec.typed("run"),
         "counts": Counter(row["status"] for row in rows), "heads": heads, "table": list(zip(rows, texts)),
-        "figures": list(figures(ran)), "rows": [_about(row, spec) for row in ran], "never": NEVER,
+        "figures": list(figures(rows)), "rows": [_about(row, spec) for row in rows],
         "notebooks": sorted(folder.glob("*.ipynb")),
         "link": lambda path: Path(os.path.relpath(path.resolve(), base)).as_posix(),
     }  # fmt: skip

@@ -141,18 +141,14 @@ def _is_run(folder: Path) -> bool:
 
 
 def _following(folder: Path, spec: Spec | None, rows: Sequence[Row], holder: Json | None) -> dict[str, str]:
-    def typed(verb: str, *flags: str) -> str:
-        return spec.typed(verb, *flags) if spec else shlex.join(["alst", verb, shown(folder), *flags])
+    def typed(verb: str) -> str:
+        return spec.typed(verb) if spec else shlex.join(["alst", verb, shown(folder)])
 
-    failed, states, following = [row for row in rows if row.state in FAILED], {row.state for row in rows}, {}
+    failed, following = [row for row in rows if row.state in FAILED], {}
     if failed and (log := failed[0].log()):
         following[shlex.join(["less", shown(log)])] = "see why the first of them failed"
-    if spec and not holder and failed:
-        following[typed("run", "--rows", ",".join(row.row for row in failed))] = "repeat what failed"
-    if spec and not holder and states & {"stale", "never run"}:
+    if spec and not holder and any(row.state not in results.FINISHED for row in rows):
         following[typed("run")] = "run all that is not finished"
-    if "running" in states:
-        following[shlex.join(["watch", "-n", "5", typed("status")])] = "follow the progress"
     if any((row.folder / "result.json").exists() for row in rows):
         following[typed("report")] = "see the table and write a page"
     return following

@@ -108,11 +108,8 @@ def show(answer: Json) -> None:
     """Print the answer for people."""
     about = [["options", _said(answer["options"])]]
     if small := answer.get("small"):
-        (found, whole), (heads, kv_heads) = small["layer_kinds"], small["heads"]
-        kinds = f"{found} of {whole} kinds of layers in their order"
         about += [
             ["shrunk", _said({name: f"{a} -> {b}" for name, (a, b) in small["changes"].items()})],
-            ["kept", f"{kinds}, {heads} query and {kv_heads} key/value heads, all other fields"],
             ["in tokens here", _said({name: here for name, (_, here) in answer["tiles"].items()})],
         ]
     notes = [note for one in (answer, *answer["cases"]) for note in one.get("notes", ())]

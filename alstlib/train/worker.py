@@ -174,9 +174,8 @@ def run_worker(doc: str | None, job: Callable[[RunConfig, Path], Any]) -> None:
         join_fake(run.emulate)
     else:
         world = int(os.environ["WORLD_SIZE"])
-        resolved = run.replace(engine={"world_size": world, "sp": run.engine.sp or world})
         with known_only():
-            patience = step_limit(resolved, node_count(world), 0 if device.type == "cpu" else world)[0]
+            patience = step_limit(run, node_count(world), 0 if device.type == "cpu" else world)[0]
         join(device, min(patience, LONGEST_SECONDS) + 60)  # the launcher ends the run before, and says why
     work(run, args.out, job)
     dist.barrier()

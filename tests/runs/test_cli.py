@@ -124,7 +124,7 @@ def test_status_of_what_ended(sweep, alst):
     assert re.search(r"(?m)^good +ok", shown)
     assert re.search(r"(?m)^bad .*RankFailed: rank 1 ended with exit status 1", shown)
     assert all(len(line) <= 100 for line in shown.partition("next:")[0].splitlines())
-    assert f"alst run {spec} --rows bad" in shown
+    assert f"next: alst run {spec} " in shown
     assert made["counts"] == {"ok": 1, "error": 1}
     assert [(r["row"], r["state"]) for r in (good, bad)] == [("good", "ok"), ("bad", "error")]
     assert good["seconds"] > 0
@@ -211,12 +211,9 @@ def test_commands_to_type_next_can_be_typed(tmp_path, monkeypatch, ran, alst):
     def typed():
         return list(json.loads(alst(f"status {where} --json", 1))["next"])
 
-    with locks.hold(out) as note:
+    with locks.hold(out):
         assert typed() == ["less 'other results/bad/logs/one/agent.log'", f"alst report {where}"]
-        note(row="good")
-        watched = [shlex.split(line)[3] for line in typed() if line.startswith("watch")]
-        assert watched == [f"alst status {where}"]
-    assert {again, f"alst run {where}"} <= set(typed())
+    assert f"alst run {where}" in typed()
 
 
 def test_status_of_a_folder_and_out_without_a_spec(sweep, tmp_path, alst):
