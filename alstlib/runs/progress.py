@@ -187,8 +187,9 @@ def root_cause(failures: Mapping[int, Any], logs: Path) -> tuple[str, str]:
             return "RankKilled", f"rank {rank} was ended by {signal.Signals(-failure.exitcode).name} ({KILLED})"
     rank, failure = min(found.items(), key=lambda item: item[1].timestamp)
     told = failure.error_file_data["message"]  # a string where the rank wrote no error (torch's `record`)
-    said = told["message"].splitlines()[0] if isinstance(told, dict) else _last_error(logs, rank)
-    return "RankFailed", f"rank {rank} ended with exit status {failure.exitcode}: {said}".removesuffix(": ")
+    said = (told["message"] if isinstance(told, dict) else "") or _last_error(logs, rank)
+    first_line = said.partition("\n")[0]
+    return "RankFailed", f"rank {rank} ended with exit status {failure.exitcode}: {first_line}".removesuffix(": ")
 
 
 def _last_error(logs: Path, rank: int) -> str:

@@ -139,7 +139,7 @@ class Attempt:
         self.logs().mkdir(parents=True, exist_ok=True)
         here = replace(self, port=free_port(self.head) if launcher else 0)
         write_json(self.logs() / CONFIG, config)
-        write_json(self.logs() / ATTEMPT, vars(here))
+        (self.logs() / ATTEMPT).write_text(json.dumps(vars(here)))  # where a deadline may be infinite
         path = import_path(os.environ.get("PYTHONPATH"))
         variables = [f"{RUN_ID_VARIABLE}={self.id}", *([f"PYTHONPATH={path}"] if path else [])]
         command = [*launcher, "env", *variables, sys.executable, "-m", AGENT, str(self.logs() / ATTEMPT)]

@@ -110,7 +110,8 @@ def test_the_pages_command(here, tmp_path, alst):
     path = folder(tmp_path / "llama", "llama")
     said = " ".join(alst(f"verify {path} {options}").split())
     for text in (f"{path}: a step of a small model on 2 CPU ranks is compared with plain transformers",
-                 "hidden_size 4096 -> 256", "chunk 4", "offload True", "1 whole equal ", "2 packed equal "):  # fmt: skip
+                 "hidden_size 4096 -> 256", "chunk 4", "offload True",
+                 "1 whole equal ", "2 packed equal "):  # fmt: skip
         assert text in said, text
     assert re.search(
         r" equal: loss and every gradient are those of plain transformers, to \d\.\de-0[67] \(\d+ s\)", said

@@ -5,7 +5,6 @@ import html
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -143,7 +142,7 @@ def test_the_report_has_the_command_of_a_row(sweep, monkeypatch, alst):
 
 
 STATES = """
-changed   -> stale       -> oom with data.seq_len=77 (now 2048)
+changed   -> stale       -> oom with data.seq_len=77 (here 2048)
 committed -> ok at another commit, 0123456789
 cut       -> interrupted -> after: step 3/9
 again     -> interrupted
@@ -192,7 +191,7 @@ def test_status_judges_rows_as_the_machine_that_ran_them(tmp_path, monkeypatch, 
         alst(f"report {spec}")
     assert cli.load_spec(spec).rows["alst"].engine.world_size == 2  # what `alst run` would run here
     write_spec(tmp_path, base=base, rows=["alst", {**rows[1], "optim.steps": 4}])
-    assert "ok with optim.steps=3 (now 4)" in alst(f"status {spec}", 3)
+    assert "ok with optim.steps=3 (here 4)" in alst(f"status {spec}", 3)
 
 
 def test_commands_to_type_next_can_be_typed(tmp_path, monkeypatch, ran, alst):

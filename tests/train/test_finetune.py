@@ -23,8 +23,6 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from alstlib.config import RunConfig
 from alstlib.data.corpus import get_tokenizer, load_corpus
 from alstlib.hf.models import load_model
-from alstlib.options import Options
-from alstlib.planner import devices
 from alstlib.planner.model_shapes import read_shape
 from alstlib.runs import progress, results, workers
 from alstlib.runs.launch import launch
