@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import os
 import signal
 import subprocess
 import time
@@ -86,7 +85,7 @@ def node_count(config: RunConfig, nodes: int | None = None) -> int:
     return 1 if config.emulate else cluster.told().count if nodes is None else nodes
 
 
-def finished(config: RunConfig, out: str | os.PathLike[str]) -> Json | None:
+def finished(config: RunConfig, out: str | Path) -> Json | None:
     """The result in `out` if it is `ok` or `oom` and of this configuration at this commit, else None.
 
     A configuration that is resolved already may be that of another machine.
@@ -233,7 +232,7 @@ class _Run:
 
 
 def launch(
-    config: RunConfig, out: str | os.PathLike[str], *, on_progress: Callable[[Json], None] | None = None,
+    config: RunConfig, out: str | Path, *, on_progress: Callable[[Json], None] | None = None,
     force: bool = False, worker: str = workers.ABLATION, extra_env: Mapping[str, str] | None = None,
 ) -> Json:  # fmt: skip
     """Run `config` under torchrun in the folder `out` and return its result (`ok` or `oom`).

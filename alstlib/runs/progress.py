@@ -42,7 +42,7 @@ class Progress:
     Progress is not worth a run: a line that cannot be written (a full disk) is dropped, with a warning.
     """
 
-    def __init__(self, path: str | os.PathLike[str], rank: int = 0) -> None:
+    def __init__(self, path: str | Path, rank: int = 0) -> None:
         self.path, self.rank = Path(path), rank
 
     def emit(self, event: str, **fields: Any) -> None:
@@ -59,7 +59,7 @@ class Progress:
 class ProgressReader:
     """`read` returns the events that were appended since the last call, whole lines only."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | Path) -> None:
         self.path, self.offset = Path(path), 0
 
     def read(self) -> list[Json]:

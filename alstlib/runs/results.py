@@ -170,7 +170,7 @@ def check(text: str | bytes, source: str) -> None:
         raise ValueError(f"{source} is no result that this alstlib reads: {found}: {wrong['msg']}") from None
 
 
-def write_result(path: str | os.PathLike[str], result: Json) -> None:
+def write_result(path: str | Path, result: Json) -> None:
     """Write `result.json` atomically. NaN and infinities become null.
 
     Raises:
@@ -181,7 +181,7 @@ def write_result(path: str | os.PathLike[str], result: Json) -> None:
     write_json(Path(path), result)
 
 
-def read_result(path: str | os.PathLike[str]) -> Json:
+def read_result(path: str | Path) -> Json:
     """Read and check a `result.json`.
 
     Raises:
@@ -205,7 +205,7 @@ def run_id(config: RunConfig) -> str:
     return config.digest(git_state()["sha"])
 
 
-def git_state(folder: str | os.PathLike[str] | None = None) -> Json:
+def git_state(folder: str | Path | None = None) -> Json:
     """`{"sha", "dirty"}` of the commit that `folder` (default: this package) is at; sha 'unknown' outside git.
 
     Only changes below `folder` make it dirty, so that a sweep that writes reports does not.
@@ -241,7 +241,7 @@ def environment(device: str | None = None, device_count: int | None = None) -> J
 # Many results
 
 
-def collect(folder: str | os.PathLike[str]) -> list[Json]:
+def collect(folder: str | Path) -> list[Json]:
     """Every result below `folder`, in the order of the ablation, each with its `folder` and its `label`: the path below
     `folder`, which no other has. Unreadable ones are left out with a warning."""
     found = []

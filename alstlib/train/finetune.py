@@ -23,7 +23,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, PeftModel
 from transformers import TrainerCallback
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from trl import SFTConfig, SFTTrainer
 
 import alstlib
 from alstlib.config import EQUAL, RunConfig, differences
@@ -85,14 +88,16 @@ def settings(run: RunConfig, engine: str, bf16: bool, folder: Path, deepspeed: J
     return {**made, **run.optim.trainer}
 
 
-class FineTune(Training):
-    """One rank of a fine-tuning."""
+class SPTrainer(alstlib.TrainerMixin, SFTTrainer):
+    pass
+
+
+class FineTune(Training, TrainerCallback):
+    """One rank of a fine-tuning. As a callback of its trainer it tells of steps and evaluations, and takes times,
+    tokens and the peaks of memory."""
 
     def __init__(self, run: RunConfig, out: Path) -> None:
         super().__init__(run, out)
-        from peft import LoraConfig
-        from trl import SFTConfig
-
         check_names(run.optim.trainer, SFTConfig.__dataclass_fields__, "field of SFTConfig in optim.trainer")
         check_names(run.model.lora or {}, LoraConfig.__dataclass_fields__, "field of LoraConfig in model.lora")
         self.engine = engine_of(run, self.gpu)
@@ -106,8 +111,16 @@ class FineTune(Training):
         self.checkpoint, notes = of_first(None if self.rank else self._last_checkpoint(), self.device)
         self.notes += notes
         self.trainer = self._trainer(data, others)
-        self.watch = Watch(self)
-        self.trainer.add_callback(self.watch)
+        self.trainer.add_callback(self)
+        self.ledger = Ledger(self.device, budget=run.limits.device_memory)
+        self.seconds: list[float] = []
+        self.tokens: list[int] = []
+        self.ending: type[Exception] | None = None
+        """Why the training ends before its last step."""
+        self.saving = seconds_to_save(self.trainer.model)
+        """Seconds that a checkpoint takes: guessed before the first."""
+        self.evaluated = 0
+        """Batches that the evaluation which runs has done."""
 
     def _documents(self) -> tuple[Any, Any]:
         """Documents to train on and to evaluate on as token ids and labels."""
@@ -153,12 +166,6 @@ class FineTune(Training):
         return made
 
     def _trainer(self, data: Any, others: Any) -> Any:
-        from peft import LoraConfig
-        from trl import SFTConfig, SFTTrainer
-
-        class SPTrainer(alstlib.TrainerMixin, SFTTrainer):
-            pass
-
         run = self.run
         self.say(f"loading {run.model.name}")
         unplaced = load_on_first(run, self.dtype, self.device)
@@ -197,28 +204,27 @@ class FineTune(Training):
     # ----- training
 
     def __call__(self) -> Json:
-        trainer, watch = self.trainer, self.watch
+        trainer = self.trainer
         self.say("starting the Trainer" + (f" from {self.checkpoint}" if self.checkpoint else ""))
         try:
             trainer.train(resume_from_checkpoint=self.checkpoint)
         finally:
-            watch.ledger.close()
-        state = trainer.state
-        if watch.ending is not None:
-            raise ended(watch.ending, self.run, state.global_step, self.out / "checkpoints")
-        return self._metrics(state.log_history)
+            self.ledger.close()
+        if self.ending is not None:
+            raise ended(self.ending, self.run, trainer.state.global_step, self.out / "checkpoints")
+        return self._metrics(trainer.state.log_history)
 
     def _metrics(self, history: list[Json]) -> Json:
-        run, trainer, watch = self.run, self.trainer, self.watch
-        first = WATCHED if len(watch.seconds) > WATCHED else 0
-        seconds, tokens = watch.seconds[first:], watch.tokens[first:]
+        run, trainer = self.run, self.trainer
+        first = WATCHED if len(self.seconds) > WATCHED else 0
+        seconds, tokens = self.seconds[first:], self.tokens[first:]
         parameters = list(trainer.model.parameters())
 
         def logged(name: str, of: str = "loss") -> list[Any]:
             return [line[name] for line in history if of in line]
 
         return {
-            **self.measured(watch.ledger, trainer.handle),
+            **self.measured(self.ledger, trainer.handle),
             "predicted": self.predicted(FINETUNE, trainer.ctx, run.data.seq_len),
             "seq_len": run.data.seq_len,
             "tokens_per_step": round(statistics.median(tokens)) if tokens else None,
@@ -247,56 +253,38 @@ class FineTune(Training):
 
     def _merge(self, adapter: Path) -> None:
         """Save the model with the adapter in its weights. It is read anew, because an engine may have cut it up."""
-        from peft import PeftModel
-        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
         unset_hf_deepspeed_config()
         self.say(f"merging the adapter, to {self.run.output.save_to}")
         merged: Any = PeftModel.from_pretrained(load_model(self.run, self.dtype), str(adapter))
         merged.merge_and_unload().save_pretrained(self.run.output.save_to)
         self.tokenizer.save_pretrained(self.run.output.save_to)
 
-
-class Watch(TrainerCallback):
-    """Tells of steps and evaluations; takes times, tokens and the peaks of memory."""
-
-    def __init__(self, job: FineTune) -> None:
-        self.job = job
-        self.seconds: list[float] = []
-        self.tokens: list[int] = []
-        self.ledger = Ledger(job.device, budget=job.run.limits.device_memory)
-        self.ending: type[Exception] | None = None
-        """Why the training ends before its last step."""
-        self.saving = seconds_to_save(job.trainer.model)
-        """Seconds that a checkpoint takes: guessed before the first."""
-        self.evaluated = 0
-        """Batches that the evaluation which runs has done."""
+    # ----- what the trainer calls
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        job, self.started = self.job, time.perf_counter()
-        self.ledger.stores = [job.trainer.handle.store]  # the model is attached by now
+        self.started = time.perf_counter()
+        self.ledger.stores = [self.trainer.handle.store]  # the model is attached by now
         self.ledger.__enter__()
-        engine = getattr(job.trainer, "deepspeed", None)
+        engine = getattr(self.trainer, "deepspeed", None)
         if engine is not None and isinstance(getattr(engine.optimizer, "optimizer", None), torch.optim.AdamW):
             reserve_adam_state(engine)
-            self.ledger.mark_host(host_tensors(engine, job.run))
+            self.ledger.mark_host(host_tensors(engine, self.run))
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self.began, self.seen = time.perf_counter(), self.job.trainer._total_train_tokens
+        self.began, self.seen = time.perf_counter(), self.trainer._total_train_tokens
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        job = self.job
-        wait_for(job.device)
+        wait_for(self.device)
         self.ended = time.perf_counter()
         self.seconds.append(self.ended - self.began)
-        self.tokens.append(job.trainer._total_train_tokens - self.seen)
-        if len(self.seconds) == WATCHED and not job.gpu:
+        self.tokens.append(self.trainer._total_train_tokens - self.seen)
+        if len(self.seconds) == WATCHED and not self.gpu:
             self.ledger.close()
         if state.global_step >= state.max_steps:
-            control.should_evaluate = control.should_evaluate or job.run.data.eval is not None
-        elif job.run.output.checkpoint_every:
+            control.should_evaluate = control.should_evaluate or self.run.data.eval is not None
+        elif self.run.output.checkpoint_every:
             needs = 1.2 * max(self.seconds[-10:]) + 2 * self.saving + 1
-            self.ending = ending(job.out, needs, job.device)
+            self.ending = ending(self.out, needs, self.device)
             if self.ending:
                 control.should_save = control.should_training_stop = True
         if not control.should_log:
@@ -309,7 +297,7 @@ class Watch(TrainerCallback):
         batches = len(given["eval_dataloader"])
         self.evaluated = self.evaluated % batches + 1
         if self.evaluated == 1:
-            self.pace = Pace(self.job.say, "evaluating", batches)
+            self.pace = Pace(self.say, "evaluating", batches)
         self.pace(self.evaluated)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
@@ -323,8 +311,8 @@ class Watch(TrainerCallback):
 
     def _tell(self, state: Any, **fields: Any) -> None:
         usual = (time.perf_counter() - self.started) / len(self.seconds)  # with evaluations and checkpoints
-        self.job.progress.emit(
-            "step", row=self.job.run.row, seq_len=self.job.run.data.seq_len, step=state.global_step,
+        self.progress.emit(
+            "step", row=self.run.row, seq_len=self.run.data.seq_len, step=state.global_step,
             steps=state.max_steps, eta_seconds=(state.max_steps - state.global_step) * usual,
             tokens_per_second=self.tokens[-1] / self.seconds[-1], **fields,
         )  # fmt: skip

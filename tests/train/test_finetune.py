@@ -81,14 +81,13 @@ def test_tokenizing_and_evaluating_give_signs_of_life(monkeypatch):
     """Each of them may take longer than the launcher waits for a sign of life."""
     clock, said = itertools.count(1000.0, 2.0), []
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    model = SimpleNamespace(model=torch.nn.Linear(1, 1))
-    job = bare(RunConfig(), vocabulary=10, tokenizer=None, trainer=model, device=torch.device("cpu"))
+    job = bare(RunConfig(), vocabulary=10, tokenizer=None)
     job.say = lambda message, **_: said.append(message)
     job._tokens(datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]] * 4}), "d")
     assert said == ["tokenizing 4 documents of 'd'", *(f"tokenizing 'd', {part}%" for part in (25, 50, 75, 100))]
-    watch = finetune.Watch(job)
+    job.evaluated = 0
     for _ in range(4):
-        watch.on_prediction_step(eval_dataloader=range(2))
+        job.on_prediction_step(eval_dataloader=range(2))
     assert said[5:] == ["evaluating, 50%", "evaluating, 100%"] * 2
 
 
