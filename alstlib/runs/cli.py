@@ -285,18 +285,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     out, err = cast(Any, Plain(sys.stdout)), cast(Any, Plain(sys.stderr))
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        return _command(args)
-
-
-def _command(args: argparse.Namespace) -> int:
-    try:
-        return args.command(args)
-    except (ValueError, OSError) as e:
-        print(f"alst: {e}", file=sys.stderr)
-        return 2 if isinstance(e, ValueError) else 1
-    except KeyboardInterrupt:
-        print("\nalst: interrupted; run the same command again to go on", file=sys.stderr)
-        return 130
+        try:
+            return args.command(args)
+        except (ValueError, OSError) as e:
+            print(f"alst: {e}", file=sys.stderr)
+            return 2 if isinstance(e, ValueError) else 1
+        except KeyboardInterrupt:
+            print("\nalst: interrupted; run the same command again to go on", file=sys.stderr)
+            return 130
 
 
 if __name__ == "__main__":

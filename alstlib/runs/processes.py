@@ -83,12 +83,11 @@ def answer_where() -> None:
     faulthandler.register(signal.SIGUSR1)
 
 
-def ask_where(run: str) -> None:
+def ask_where() -> None:
     """Called by an agent: its ranks write down where they are."""
-    for process in _found(run):
+    for rank in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
-            if process.ppid() == os.getpid():
-                process.send_signal(signal.SIGUSR1)
+            rank.send_signal(signal.SIGUSR1)
 
 
 def _found(value: str, variable: str = RUN_ID_VARIABLE) -> Iterator[psutil.Process]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from alstlib.config import RunConfig, flat
+from alstlib.config import ROWS, RunConfig, flat
 from alstlib.runs import results
 from alstlib.runs.results import Json
 from alstlib.runs.sweeps import Spec, opened, shown
@@ -42,18 +42,12 @@ def tell(folder: Path, spec: Spec | None = None, page: Path | None = None) -> No
         OSError: it could not be written.
         ValueError: there are no results, or jinja2 is not installed.
     """
-    if not (rows := in_order(results.collect(folder), spec)):
+    if not (rows := results.collect(folder, spec.rows if spec else ROWS)):
         raise ValueError(f"there is no result.json below {folder} that can be used; run the sweep first")
     show(results.table(rows))
     page = page or folder / PAGE
     write_page(rows, folder, page, spec)
     print(f"\npage: {shown(page)}")
-
-
-def in_order(found: Rows, spec: Spec | None) -> Rows:
-    """The results in the order of the spec's rows, and then all others."""
-    place = [*(spec.rows if spec else ())]
-    return sorted(found, key=lambda result: place.index(result["row"]) if result["row"] in place else len(place))
 
 
 def show(rows: Rows) -> None:
@@ -67,7 +61,7 @@ def show(rows: Rows) -> None:
 
 
 def write_page(rows: Rows, folder: Path, page: Path, spec: Spec | None = None) -> None:
-    """Write the page of the results below a folder (`in_order`)."""
+    """Write the page of the results below a folder."""
     try:
         import jinja2
     except ImportError:

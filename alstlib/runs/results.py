@@ -241,8 +241,8 @@ def environment(device: str | None = None, device_count: int | None = None) -> J
 # Many results
 
 
-def collect(folder: str | Path) -> list[Json]:
-    """Every result below `folder`, in the order of the ablation, each with its `folder` and its `label`: the path below
+def collect(folder: str | Path, order: Iterable[str] = ROWS) -> list[Json]:
+    """Every result below `folder`, in this order of their rows, each with its `folder` and its `label`: the path below
     `folder`, which no other has. Unreadable ones are left out with a warning."""
     found = []
     for path in sorted(Path(folder).rglob("result.json")):
@@ -254,8 +254,8 @@ def collect(folder: str | Path) -> list[Json]:
         label = path.parent.relative_to(folder).as_posix()
         label = label if label != "." else result["row"] or result["run_id"]
         found.append({**result, "folder": path.parent, "label": label})
-    place = [*ROWS]
-    return sorted(found, key=lambda result: place.index(result["row"]) if result["row"] in place else len(place))
+    place = {row: i for i, row in enumerate(order)}
+    return sorted(found, key=lambda result: place.get(result["row"], len(place)))
 
 
 SWEPT = 6

@@ -116,10 +116,6 @@ class Sweep:
     next: Mapping[str, str]
     """Commands to type next, each with its reason."""
 
-    def exit_status(self) -> int:
-        unfinished = set(self.counts) - {*results.FINISHED}
-        return 1 if unfinished & {*FAILED} else 3 if unfinished else 0
-
 
 def look_at(source: Path, out: str | Path | None = None) -> Sweep:
     """A sweep by its spec or by its folder; without a spec, what the folder holds: runs, or the files of one."""
@@ -190,5 +186,5 @@ def status(args: argparse.Namespace) -> int:
         console(width=1000).print(listed(["sweep", "rows", "next"], rows))  # a command that is cut cannot be typed
     else:
         print(f"there are no runs below {launch.default_home() / launch.OUT}; start some with: alst run SPEC")
-    codes = [sweep.exit_status() for sweep in found]
-    return 1 if 1 in codes else max(codes, default=0)
+    states = {state for sweep in found for state in sweep.counts} - {*results.FINISHED}
+    return 1 if states & {*FAILED} else 3 if states else 0

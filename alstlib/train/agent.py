@@ -93,7 +93,7 @@ def take_part(attempt: torchrun.Attempt) -> int:
             say(code=1, kind="NodeFailed", why=str(e))
             return 1
     say()
-    signal.signal(signal.SIGUSR1, lambda *_: ask_where(attempt.id))
+    signal.signal(signal.SIGUSR1, lambda *_: ask_where())
     signal.signal(signal.SIGUSR2, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     signal_with_parent(signal.SIGTERM)  # the launcher's process on this node
     os.chdir(attempt.folder)

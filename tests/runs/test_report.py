@@ -155,7 +155,7 @@ def test_rows_come_in_the_specs_order_with_the_swept_field(tmp_path, alst):
 def test_a_terminal_shows_a_column_for_each_row(tmp_path, monkeypatch, capsys):
     spec, _ = tile_sweep(tmp_path)
     capsys.readouterr()
-    rows = results.table(report.in_order(results.collect(spec.out), spec))
+    rows = results.table(results.collect(spec.out, spec.rows))
     rows[0]["notes"] = ["a note"]
     terminal = rich.console.Console(force_terminal=True, width=60, color_system=None, markup=False)
     monkeypatch.setattr(report, "console", lambda: terminal)
