@@ -265,8 +265,8 @@ def test_any_rank_notes_the_length_of_a_search_at_which_memory_ran_out(tmp_path,
     with pytest.raises(RuntimeError, match="ALLOC_FAILED"):
         job()
     job.known = Trials(ProgressReader(tmp_path / "p").read())  # of the next process
-    assert job.known.lost == ({1024} if search else set())
-    assert not search or job.peaks(1024) > 100  # it does not run
+    assert job.known.lost == ({256} if search else set())
+    assert not search or job.peaks(256) > 100  # it does not run
 
 
 # What a run continues from, in the tests' own pool
