@@ -44,9 +44,13 @@ def this_device() -> tuple[torch.device, bool]:
     """
     device = own_device()
     if device.type == "cpu" and torch.version.cuda and (listed := devices.device_count()):  # by the driver alone
+        try:
+            why: Any = torch.cuda.init()
+        except (RuntimeError, AssertionError) as e:
+            why = e
         raise ValueError(
-            f"the driver lists {listed} GPUs, but PyTorch {torch.__version__} can use none: update the driver, or "
-            "install PyTorch for a CUDA that it knows (env/README.md). CUDA_VISIBLE_DEVICES='' trains on the CPU"
+            f"the driver lists {listed} GPUs, but PyTorch {torch.__version__} can use none ({why}): update the driver, "
+            "or install PyTorch for a CUDA that it knows (env/README.md). CUDA_VISIBLE_DEVICES='' trains on the CPU"
         )
     return device, device.type != "cpu"
 
