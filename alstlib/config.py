@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -120,7 +120,10 @@ class Engine(ConfigGroup):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.world_size and self.sp and self.world_size % self.sp:
-            raise ValueError(f"sp={self.sp} does not divide world_size={self.world_size}")
+            fitting = max(d for d in range(1, self.sp) if self.world_size % d == 0)
+            raise ValueError(
+                f"sp={self.sp} does not divide world_size={self.world_size}: use sp={fitting}, or world_size={self.sp}"
+            )
         if self.offload_params and self.zero_stage != 3:
             raise ValueError(f"offload_params=True needs zero_stage=3, not {self.zero_stage}")
         if self.offload_optimizer and self.zero_stage == 0:
@@ -370,6 +373,11 @@ def not_default(run: RunConfig) -> dict[str, Any]:
     """The fields of a run that are not the default, by their names with the group. `merged({}, ...)` groups them."""
     default = flat(RunConfig().to_dict())
     return {name: value for name, value in flat(run.to_dict()).items() if default.get(name, ...) != value}
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """In words, under which of these names the two say different things."""
+    return [f"{n}={then.get(n)!r} (here {now.get(n)!r})" for n in names if then.get(n) != now.get(n)]
 
 
 EQUAL = tuple(

@@ -44,8 +44,6 @@ NOT_HERE = {
     ".venv/bin/python -m pip install": "needs a GPU; `make resolve` asks the index for the version",
     "scontrol": "needs Slurm: tests/slurm",
     "scancel": "needs Slurm: tests/slurm",
-    ".venv/bin/alst run papermill_runs/specs/ablation-quick.yaml --rows baseline --nodes": "needs Slurm: tests/slurm",
-    ".venv/bin/alst run papermill_runs/specs/finetune.yaml --rows full --nodes": "needs Slurm: tests/slurm",
 }
 """What is not run here, by how it begins, and why."""
 QUICK = (".venv/bin/alst plan --model", "alst run SPEC --dry-run", ".venv/bin/alst status", "alst status [SPEC]")

@@ -257,7 +257,7 @@ def small_options(given: Mapping[str, Any]) -> tuple[alstlib.Options, int | None
     options = alstlib.Options(**{n: v for n, v in given.items() if n != "block"})
     if block is not None and options.chunk is not None:
         raise ValueError(
-            "--block (of the whole model) and --chunk (of each layer) exclude each other: give only one of them"
+            "--block (of the whole model) and --set chunk (of each layer) exclude each other: give only one of them"
         )
     was: dict[str, Any] = {f"tiles.{part}": options.tile(part) for part in parts}
     was |= {"chunk": options.chunk, "block": block}

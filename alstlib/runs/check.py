@@ -11,9 +11,8 @@ import statistics
 from collections.abc import Iterator
 
 from alstlib.config import Engine, Model, RunConfig
-from alstlib.planner import devices
 from alstlib.planner.gpus import rates_named
-from alstlib.runs import launch, workers
+from alstlib.runs import launch
 from alstlib.runs.results import Json
 from alstlib.tables import console, listed
 from alstlib.units import GIB, format_bytes
@@ -50,7 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", default="alst_machine", metavar="FOLDER", help="the folder of the result (default: %(default)s)"
     )
-    parser.add_argument("--force", action="store_true", help="start many more ranks than cores, too")
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
 
@@ -59,8 +57,6 @@ def check(args: argparse.Namespace) -> int:
     run = launch.resolve(
         RunConfig(row="check", model=Model(name=args.model), engine=Engine(world_size=args.ranks, sp=0))
     )
-    if not args.force:
-        workers.check_ranks(run.engine.world_size, 1, devices.device_count(), "ranks")
     show = None if args.json else launch.progress_printer()
     try:
         result = launch.launch(run, args.out, worker=WORKER, on_progress=show, force=True)
@@ -82,9 +78,9 @@ def check(args: argparse.Namespace) -> int:
 def findings(metrics: Json) -> Iterator[str]:
     """What looks wrong, each in a sentence that says what to look at."""
     places, known, links = metrics["places"], rates_named(metrics["device_name"]), metrics["links"]
-    nodes = [place.split()[0] for place in places]
+    nodes, measured = [place.split()[0] for place in places], metrics["rates"]
     for name, (what, _, _) in SHOWN.items():
-        if not (by_rank := metrics["rates"].get(name)):
+        if not (by_rank := measured.get(name)):
             continue
         slow, middle = min(by_rank), statistics.median(by_rank)
         if slow < UNEVEN * middle:
@@ -106,7 +102,7 @@ def findings(metrics: Json) -> Iterator[str]:
                 f"link: rank {rank} on {nodes[rank]} sends to rank {to} on {nodes[to]} at {_rate('link', rate)}, less "
                 "than half of the links' median. Look at cables, NCCL_SOCKET_IFNAME and whether both GPUs have NVLink"
             )
-    pinned, paged = (metrics["rates"].get(n) for n in ("from_host", "from_host_not_pinned"))
+    pinned, paged = measured.get("from_host"), measured.get("from_host_not_pinned")
     if pinned and paged and min(pinned) < 1.2 * min(paged):
         yield (
             "pinned memory is no faster than other memory: offload cannot overlap. Look at `ulimit -l` and "
@@ -119,12 +115,6 @@ def findings(metrics: Json) -> Iterator[str]:
                 f"NUMA: rank {rank}'s GPU is at node {gpu} and its cores are at node {cores}: copies to the host cross "
                 "sockets. Bind ranks to the node of their GPU"
             )
-    gpu_memory, share = metrics["gpu_memory"] or 0, (metrics["host_memory"] or 0) / metrics["ranks_of_node"]
-    if 0 < share < gpu_memory:
-        yield (
-            f"host memory: {format_bytes(share)} for each GPU is less than the GPU's own {format_bytes(gpu_memory)}. "
-            "Optimizer states and checkpoints are kept on the host, so that it will be the limit"
-        )
     if (gone := sum(metrics["overheads"].values())) > CROWDED:
         yield (
             f"device memory: {format_bytes(gone)} are in use before any tensor is allocated. Look for other processes "
@@ -136,16 +126,15 @@ def tell(metrics: Json, wrong: list[str]) -> None:
     """Print what was measured, and what looks wrong."""
     about = ("device_name", "ranks", "nodes", "dtype", "torch", "cuda", "driver", "cores")
     print(f"measured in {metrics['seconds']:.0f} s:", ", ".join(f"{name} {metrics[name]}" for name in about), "\n")
-    rates = {name: by_rank for name in SHOWN if (by_rank := metrics["rates"].get(name))}
-    table = [
-        [SHOWN[name][0], _rate(name, min(by_rank)), _rate(name, statistics.median(by_rank))]
-        for name, by_rank in rates.items()
-    ]
-    console().print(listed(["all ranks at the same time", "slowest rank", "median"], table), "")
-    free = {"each GPU": metrics["gpu_memory"], "host, for the ranks of a node": metrics["host_memory"]}
-    gone = {f"in use before any tensor: {name}": nbytes for name, nbytes in metrics["overheads"].items()}
-    memory = [[name, format_bytes(nbytes)] for name, nbytes in {**free, **gone}.items() if nbytes]
-    console().print(listed(["memory", ""], memory), "")
+    rates = [
+        [what, _rate(name, min(by_rank)), _rate(name, statistics.median(by_rank))]
+        for name, (what, _, _) in SHOWN.items() if (by_rank := metrics["rates"].get(name))
+    ]  # fmt: skip
+    memory = {"each GPU": metrics["gpu_memory"], "host, for the ranks of a node": metrics["host_memory"]}
+    memory |= {f"in use before any tensor: {name}": nbytes for name, nbytes in metrics["overheads"].items()}
+    sizes = [[name, format_bytes(nbytes)] for name, nbytes in memory.items() if nbytes]
+    rows = listed(["all ranks at the same time", "slowest rank", "median"], rates)
+    console().print(rows, "", listed(["memory", ""], sizes), "")
     print("\n".join(f"! {text}." for text in wrong) or "nothing looks wrong")
 
 

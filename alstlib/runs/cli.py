@@ -6,14 +6,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import shlex
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from alstlib.config import not_default
+from alstlib.options import check_names
 from alstlib.planner import command, devices
 from alstlib.planner.command import fields_of
 from alstlib.runs import (
@@ -32,7 +33,7 @@ from alstlib.runs.notebooks import execute
 from alstlib.runs.processes import WARNED, warnings_call
 from alstlib.runs.progress import Plain, Printer, ProgressReader
 from alstlib.runs.results import Json
-from alstlib.runs.sweeps import Spec, check_parameters, load_spec, select, shown, write_record
+from alstlib.runs.sweeps import Spec, check_parameters, load_spec, shown, write_record
 
 # Commands
 
@@ -48,10 +49,10 @@ def run_row(spec: Spec, row: str, *, force: bool = False, warned: Callable[[], b
     folder.mkdir(parents=True, exist_ok=True)
     if (about := locks.holder(folder)) is not None:
         raise ValueError(f"row {row} was not run: its folder is in use by {locks.describe(about)}; wait for it to end")
-    path = folder / "result.json"
+    path, progress = folder / "result.json", folder / "progress.jsonl"
     before = results.version(path)
-    (folder / "progress.jsonl").unlink(missing_ok=True)
-    reader, show = ProgressReader(folder / "progress.jsonl"), Printer()
+    progress.unlink(missing_ok=True)
+    reader, show = ProgressReader(progress), Printer()
     show({"event": "load", "row": row, "time": time.time(), "message": "starting the notebook"})
 
     def watch() -> None:
@@ -61,11 +62,14 @@ def run_row(spec: Spec, row: str, *, force: bool = False, warned: Callable[[], b
             show(event)
         show.tick()
 
+    def running() -> bool:
+        return locks.holder(folder) is not None
+
     ended, error = "cancelled", {"type": "KeyboardInterrupt"}  # what an interrupted notebook did not write itself
     try:
-        raised = execute(spec.notebook, folder / spec.notebook.name, _parameters(spec, row, force), watch)
-        kind, message = type(raised).__name__ if raised else "NoResult", str(raised or "no result.json")
-        ended, error = "error", {"type": kind, "message": message[-4000:]}
+        output = folder / spec.notebook.name
+        raised = execute(spec.notebook, output, _parameters(spec, row, force), watch, running)
+        ended, error = "error", {"type": type(raised).__name__, "message": str(raised or "no result.json")[-4000:]}
     finally:
         watch()
         show.close()
@@ -82,88 +86,54 @@ def _parameters(spec: Spec, row: str, force: bool) -> Json:
 
 def run(args: argparse.Namespace) -> int:
     """`alst run`: 0 when every row ended `ok` or `oom`, `cluster.AGAIN` when the time was up first, 1 otherwise."""
-    submits = (args.nodes or 1) > 1 and not (args.launcher or "SLURM_JOB_ID" in os.environ)
-    nodes = cluster.Nodes(count=args.nodes) if submits else cluster.here(args.nodes, args.launcher, args.head)
+    nodes = cluster.here(args.nodes, args.launcher, args.head)
     if nodes.launcher:
         torchrun.free_port(nodes.head)  # refuses an address that other nodes cannot reach
     spec = load_spec(args.spec, args.out, nodes=nodes.count, changes=fields_of(args.set, "--set"))
-    names = select(spec, args.rows)
-    _check(spec, names, args.force, submits)
-    print(f"{spec.name}: {len(names)} row{'s' * (len(names) != 1)}, results in {shown(spec.out)}", flush=True)
+    names = args.rows.split(",") if args.rows else list(spec.rows)
+    check_names(names, spec.rows, "row")
+    check_parameters(spec.notebook, _parameters(spec, names[0], args.force))
+    if spec.report:
+        check_parameters(spec.report, ["results"])
+    for row in names:
+        workers.check(spec.rows[row], spec.worker)
+    print(f"{spec.name}: {len(names)} rows, results in {shown(spec.out)}", flush=True)
     if args.dry_run:
         for row in names:
             print(_left_alone(spec, row, args) or _would(spec, row), flush=True)
         return 0
-    if submits:
-        return _submit(spec, args)
     os.environ.update(nodes.variables())  # for the kernels of the notebooks, which start the ranks
     with locks.hold(spec.out) as note:
         write_record(spec)
         return _run_rows(spec, names, args, note)
 
 
-def _check(spec: Spec, names: Sequence[str], force: bool, elsewhere: bool) -> None:
-    """Refuse a spec whose rows cannot run; those that run elsewhere may have more ranks than this machine has cores."""
-    check_parameters(spec.notebook, _parameters(spec, names[0], force))
-    if spec.report:
-        check_parameters(spec.report, ["results"])
-    for row in names:
-        config = spec.rows[row]
-        workers.check(config, spec.worker)
-        if not (force or elsewhere):
-            nodes = launch.node_count(config, spec.nodes)
-            workers.check_ranks(config.engine.world_size, nodes, devices.device_count())
-
-
-def _submit(spec: Spec, args: argparse.Namespace) -> int:
-    """Submit a job with the same command, without the options that are about the job."""
-    about_job = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    _job_options(about_job)
-    job = cluster.submit(about_job.parse_known_args(args.words)[1], spec.out, args.nodes, args.sbatch)
-    log = shlex.quote(shown(spec.out / f"slurm-{job}.log"))
-    print(f"submitted job {job} on {args.nodes} nodes")
-    print(f"  see its log    tail -F {log}\n  see its state  {spec.typed('status')}\n  end it         scancel {job}")
-    return 0
-
-
 def _left_alone(spec: Spec, row: str, args: argparse.Namespace) -> str:
     """Why a row is not run; empty when it is."""
     state = status.look(spec.out / row, spec.rows[row]).state
-    if args.retry and state not in status.FAILED:
-        return f"{row}: its state is {state!r}, which --retry error does not repeat"
-    if state in results.FINISHED and not args.force:
-        return f"{row}: it finished already: {state}; --force runs it again"
-    return ""
-
-
-class TimeIsUp:
-    """Called when the time is nearly up (SIGUSR1, or SIGTERM with --grace); true after that, and near the job's end."""
-
-    told = False
-
-    def __call__(self) -> None:
-        self.told = True
-
-    def __bool__(self) -> bool:
-        end = cluster.job_end()
-        return self.told or (end is not None and end - time.time() < 2 * cluster.MARGIN_SECONDS)
+    finished = state in results.FINISHED and not args.force
+    return f"{row}: it finished already: {state}; --force runs it again" if finished else ""
 
 
 def _run_rows(spec: Spec, names: Sequence[str], args: argparse.Namespace, note: Callable[..., None]) -> int:
     bad: list[str] = []
-    warning, ran = TimeIsUp(), 0
-    with warnings_call(warning, args.grace):
-        for i, row in enumerate(names, 1):
+    told, ran = threading.Event(), 0  # told that the time is nearly up: by SIGUSR1, or by SIGTERM with --grace
+
+    def ends_soon() -> bool:
+        return told.is_set() or cluster.job_end() - time.time() < 2 * cluster.MARGIN_SECONDS
+
+    with warnings_call(told.set, args.grace):
+        for row in names:
             if why := _left_alone(spec, row, args):
                 print(why)
                 continue
-            if warning and (ran or warning.told):
+            if told.is_set() or (ran and ends_soon()):
                 return _again(spec, row)
             ran, before = ran + 1, _saved(spec.out / row)
-            print(f"{row}: starting run {results.run_id(spec.rows[row])}, row {i} of {len(names)}", flush=True)
+            print(f"{row}: starting run {results.run_id(spec.rows[row])}", flush=True)
             note(row=row, row_since=time.time())
             try:
-                result = run_row(spec, row, force=args.force, warned=lambda: warning.told)
+                result = run_row(spec, row, force=args.force, warned=told.is_set)
             except ValueError as e:
                 print(f"alst: {e}", file=sys.stderr)
                 bad.append(row)
@@ -172,12 +142,11 @@ def _run_rows(spec: Spec, names: Sequence[str], args: argparse.Namespace, note: 
             if result["status"] in results.FINISHED:
                 continue
             saved = _saved(spec.out / row) > before
-            if warning and result["status"] in ("timeout", "cancelled") and (saved or ran > 1):
+            if ends_soon() and result["status"] in ("timeout", "cancelled") and (saved or ran > 1):
                 return _again(spec, row)
             bad.append(row)
-            error = result["error"] or {}
-            print(error.get("log_tail", ""), file=sys.stderr)
-            if args.fail_fast or error.get("type") == "LauncherFailed":
+            print(result["error"]["log_tail"], file=sys.stderr)
+            if args.fail_fast or result["error"]["type"] == "LauncherFailed":
                 break
         return _report(spec, bad, args, note)
 
@@ -196,21 +165,20 @@ def _again(spec: Spec, row: str) -> int:
 def _report(spec: Spec, bad: list[str], args: argparse.Namespace, note: Callable[..., None]) -> int:
     """The end of a sweep: the report notebook, the table, the page, and what failed."""
     note(row="the report", row_since=time.time())
+    again = spec.typed("run", "--rows", ",".join(bad))
     if spec.report and not (bad and args.fail_fast):
         output = spec.out / spec.report.name
         print(f"report: running {shown(output)}", flush=True)
         # where a reader would run it, because it may import and read what lies there
-        raised = execute(spec.report, output, {"results": str(spec.out.resolve())}, folder=spec.report.parent)
-        if raised:
+        if raised := execute(spec.report, output, {"results": str(spec.out.resolve())}, folder=spec.report.parent):
             print(f"the report notebook failed: {raised}", file=sys.stderr)
             bad.append("report")
     try:
-        print()
         report.tell(spec.out, spec)
     except (ValueError, OSError) as e:  # the results are there
         print(f"the page of the report was not written: {e}", file=sys.stderr)
     if bad:
-        print(f"failed: {', '.join(bad)}; repeat them with: {spec.typed('run', '--retry', 'error')}", file=sys.stderr)
+        print(f"failed: {', '.join(bad)}; repeat them with: {again}", file=sys.stderr)
     return 1 if bad else 0
 
 
@@ -226,23 +194,10 @@ def _would(spec: Spec, row: str) -> str:
     ])  # fmt: skip
 
 
-def _job_options(parser: argparse._ActionsContainer) -> None:
-    """The options of `alst run` that the job which it submits does not get."""
-    parser.add_argument(
-        "--nodes", type=int, default=os.environ.get(cluster.NODES_VARIABLE),
-        help="the number of nodes; with Slurm, outside of a job, submit a job on them",
-    )  # fmt: skip
-    parser.add_argument(
-        "--sbatch", default="", metavar="OPTIONS",
-        help='options of the submitted job, such as --sbatch="--partition=gpu --time=4:00:00"',
-    )  # fmt: skip
-
-
 def _run_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add, env = parser.add_argument, os.environ
     add("spec", type=Path, help="the YAML file of the sweep, such as papermill_runs/specs/ablation.yaml")
     add("--rows", metavar="NAMES", help="run only the rows with these names, separated by commas")
-    add("--retry", choices=["error"], help="run only the rows that failed, timed out or were interrupted")
     add(
         "--set", action="append", default=[], metavar="NAME=VALUE",
         help="change a field of every row, such as options.chunk=16384; may be given several times",
@@ -254,18 +209,21 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
     }
     for name, text in switches.items():
         add(name, action="store_true", help=text)
-    group = parser.add_argument_group("several nodes (env/README.md explains them)")
-    _job_options(group)
-    group.add_argument(
-        "--launcher", default=os.environ.get(cluster.LAUNCHER_VARIABLE, ""), metavar="CMD",
+    add = parser.add_argument_group("several nodes (env/README.md explains them)").add_argument
+    add(
+        "--nodes", type=int, default=env.get(cluster.NODES_VARIABLE),
+        help="the number of nodes (default: those of the Slurm job, or one)",
+    )  # fmt: skip
+    add(
+        "--launcher", default=env.get(cluster.LAUNCHER_VARIABLE, ""), metavar="CMD",
         help="the command that starts another command once on each node (default: srun, in a Slurm job)",
     )  # fmt: skip
-    group.add_argument(
-        "--head", default=os.environ.get(cluster.HEAD_VARIABLE, ""), metavar="HOST",
+    add(
+        "--head", default=env.get(cluster.HEAD_VARIABLE, ""), metavar="HOST",
         help="the name or address of this node, as the other nodes reach it",
     )  # fmt: skip
-    group.add_argument(
-        "--grace", type=float, default=os.environ.get("ALST_GRACE", "0"), metavar="SECONDS",
+    add(
+        "--grace", type=float, default=env.get("ALST_GRACE", "0"), metavar="SECONDS",
         help="the time from SIGTERM to the end of the job, in which a run with checkpoint_every saves its state; with "
         "0, SIGTERM ends the run at once (default: 0)",
     )  # fmt: skip
@@ -324,26 +282,17 @@ def main(argv: Sequence[str] | None = None) -> int:
                 help="the folder of the spec's results (default: papermill_runs/out/NAME, with the name in the spec, "
                 "in the checkout that the spec lies in, or else in the folder you stand in)",
             )  # fmt: skip
-    argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
-    args.words = argv[1:]
     out, err = cast(Any, Plain(sys.stdout)), cast(Any, Plain(sys.stderr))
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        return _command(args)
-
-
-def _command(args: argparse.Namespace) -> int:
-    try:
-        return args.command(args)
-    except BrokenPipeError:  # such as `alst status | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except (ValueError, OSError) as e:
-        print(f"alst: {e}", file=sys.stderr)
-        return 2 if isinstance(e, ValueError) else 1
-    except KeyboardInterrupt:
-        print("\nalst: interrupted; run the same command again to go on", file=sys.stderr)
-        return 130
+        try:
+            return args.command(args)
+        except (ValueError, OSError) as e:
+            print(f"alst: {e}", file=sys.stderr)
+            return 2 if isinstance(e, ValueError) else 1
+        except KeyboardInterrupt:
+            print("\nalst: interrupted; run the same command again to go on", file=sys.stderr)
+            return 130
 
 
 if __name__ == "__main__":

@@ -13,15 +13,12 @@ import shlex
 import shutil
 import socket
 import subprocess
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from alstlib.planner import devices
 
-TEMPLATE = Path(__file__).with_name("alst.sbatch")
 AGAIN = 75
 """Exit status of `alst run` after its time was up, with a saved state: the same command continues."""
 NODES_VARIABLE, LAUNCHER_VARIABLE, HEAD_VARIABLE = "ALST_NODES", "ALST_LAUNCHER", "ALST_HEAD"
@@ -67,32 +64,28 @@ def here(count: int | None = None, launcher: str = "", head: str = "", env: Mapp
         ValueError: there is no launcher, it cannot be found, or what is given contradicts the Slurm job.
     """
     in_job = "SLURM_JOB_ID" in env
-    given = int(env.get("SLURM_JOB_NUM_NODES", 1)) if in_job else 1
-    count = count or given
+    count = count or (int(env.get("SLURM_JOB_NUM_NODES", 1)) if in_job else 1)
     if in_job:
-        _check_job(env, count, given, bool(launcher))
+        _check_job(env)
     if count == 1:
         return Nodes()
     if not launcher and not in_job:
         raise ValueError(
             f"--nodes {count} needs --launcher CMD outside of a Slurm job: a command that starts another one once on "
-            'each node, such as --launcher "mpirun --map-by ppr:1:node" (env/README.md)'
+            'each node, such as --launcher "mpirun --map-by ppr:1:node"; for Slurm submit env/cluster/alst.sbatch'
         )
     words = tuple(shlex.split(launcher)) or _srun(count, env)
     if shutil.which(words[0]) is None:
         raise ValueError(f"--launcher {shlex.join(words)}: there is no command {words[0]!r}")
-    head = head or (_slurm_address(env) if in_job else socket.gethostname())
-    return Nodes(count=count, launcher=words, head=head)
+    return Nodes(count=count, launcher=words, head=head or (_slurm_address(env) if in_job else socket.gethostname()))
 
 
-def _check_job(env: Mapping[str, str], count: int, given: int, launcher: bool) -> None:
+def _check_job(env: Mapping[str, str]) -> None:
     if (tasks := int(env.get("SLURM_STEP_NUM_TASKS", 1))) > 1:
         raise ValueError(
             f"srun started this command {tasks} times, but it must be started once: it starts ranks on all nodes "
             "by itself. Start it in the batch script without srun, or with srun --ntasks=1"
         )
-    if count not in (1, given) and not launcher:
-        raise ValueError(f"--nodes {count} does not match the {given} nodes of this Slurm job: leave --nodes out")
     gpus = env.get("SLURM_GPUS_ON_NODE", "")
     if gpus.isdigit() and env.get("CUDA_VISIBLE_DEVICES") != "" and int(gpus) != devices.device_count():
         raise ValueError(
@@ -104,7 +97,7 @@ def _check_job(env: Mapping[str, str], count: int, given: int, launcher: bool) -
 def _srun(count: int, env: Mapping[str, str]) -> tuple[str, ...]:
     """srun, beside the step in which this command runs. A step gets all cores and the GPUs of an exclusive job only
     when it asks for them. When one node fails, the others get a minute to say how they ended."""
-    words = ["srun", "--overlap", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--cpu-bind=none"]
+    words = f"srun --overlap --nodes={count} --ntasks={count} --ntasks-per-node=1 --cpu-bind=none".split()
     words += ["--kill-on-bad-exit=0", "--wait=60"]
     if cores := env.get("SLURM_CPUS_ON_NODE"):
         words.append(f"--cpus-per-task={cores}")
@@ -124,36 +117,12 @@ def _slurm_address(env: Mapping[str, str]) -> str:
     return name
 
 
-def job_end(env: Mapping[str, str] = os.environ) -> float | None:
-    """When the scheduler will end this job, in seconds since the epoch; None where nothing says so."""
-    for name in (JOB_END_VARIABLE, "SLURM_JOB_END_TIME"):
-        with contextlib.suppress(KeyError, ValueError):
-            return float(env[name])
-    return None
+def job_end(env: Mapping[str, str] = os.environ) -> float:
+    """When the scheduler will end this job, in seconds since the epoch; infinite where nothing says so."""
+    return float(env.get(JOB_END_VARIABLE) or env.get("SLURM_JOB_END_TIME") or "inf")
 
 
-def job_seconds(now: float | None = None) -> float | None:
-    """Seconds that a run may take so that it ends well before its job; None where there is no job with an end."""
-    if (end := job_end()) is None:
-        return None
-    left = end - (time.time() if now is None else now)
+def job_seconds() -> float:
+    """Seconds that a run may take so that it ends well before its job; infinite where there is no job with an end."""
+    left = job_end() - time.time()
     return max(left / 2, left - MARGIN_SECONDS)
-
-
-def submit(words: Sequence[str], out: Path, count: int, options: str = "") -> str:
-    """Submit a job that runs `alst run` with these words, on so many nodes; returns its number. Its log is
-    `slurm-NUMBER.log` in the folder `out`.
-
-    Raises:
-        ValueError: there is no Slurm here, or sbatch refuses.
-    """
-    if not shutil.which("sbatch"):
-        here(count)  # says what else could start it
-    out.mkdir(parents=True, exist_ok=True)
-    argv = ["sbatch", "--parsable", f"--nodes={count}", f"--job-name=alst-{out.name}"]
-    argv += [f"--output={out / 'slurm-%j.log'}", *shlex.split(options), str(TEMPLATE), *words]
-    env = {**os.environ, "ALST_PYTHON": sys.executable}
-    done = subprocess.run(argv, env=env, capture_output=True, text=True)
-    if done.returncode:
-        raise ValueError(f"sbatch refused the job: {done.stderr.strip()}; the command was: {shlex.join(argv)}")
-    return done.stdout.strip().partition(";")[0]

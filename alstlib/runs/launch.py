@@ -9,17 +9,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import os
-import shutil
 import signal
 import subprocess
-import tempfile
 import time
 import uuid
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from alstlib.config import RunConfig
 from alstlib.planner import devices
@@ -36,6 +31,7 @@ from alstlib.runs.processes import (
 )
 from alstlib.runs.progress import Printer as progress_printer
 from alstlib.runs.progress import Progress, ProgressReader, log_tail, whereabouts
+from alstlib.runs.results import Json
 from alstlib.runs.torchrun import LOST, Attempt, cause, failures, lost, read_reports
 from alstlib.units import format_seconds
 
@@ -56,10 +52,9 @@ Limit = tuple[float, str]
 class RunFailed(RuntimeError):
     """A run ended with status `error`, `cancelled` or `timeout`; `result` is its `result.json`."""
 
-    def __init__(self, result: dict[str, Any], out: Path) -> None:
-        error = result.get("error") or {}
-        tail = f"\n{error['log_tail']}" if error.get("log_tail") else ""
-        super().__init__(f"{result['status']}: {results.why(result)} (in {out}){tail}")
+    def __init__(self, result: Json, out: Path) -> None:
+        tail = result["error"]["log_tail"]
+        super().__init__(f"{result['status']}: {results.why(result)} (in {out})\n{tail}".rstrip())
         self.result = result
 
 
@@ -76,24 +71,13 @@ def resolve(config: RunConfig, nnodes: int | None = None, gpus: int | None = Non
     gpus = devices.device_count() if gpus is None else gpus
     nnodes = node_count(config) if nnodes is None else nnodes
     world = config.engine.world_size or (gpus or 2) * nnodes
-    if world % nnodes:
-        nearest = max(1, round(world / nnodes)) * nnodes
+    if world % nnodes or (gpus and world > gpus * nnodes):
+        each = min(max(1, round(world / nnodes)), gpus or world)
         raise ValueError(
-            f"engine.world_size={world} ranks do not divide evenly over {nnodes} nodes; nearest: {nearest}"
+            f"engine.world_size={world} ranks do not divide evenly over {nnodes} nodes with "
+            f"{gpus or 'no'} GPUs each; nearest: {each * nnodes}"
         )
-    if gpus and world // nnodes > gpus:
-        raise ValueError(
-            f"engine.world_size={world} needs more GPUs than there are ({gpus} on each node); use at most "
-            f"{gpus * nnodes}"
-        )
-    sp = config.engine.sp or world
-    if world % sp:
-        fitting = max(d for d in range(1, world + 1) if world % d == 0 and d <= sp)
-        raise ValueError(
-            f"engine.sp={sp} does not divide engine.world_size={world}; use engine.sp={fitting}, or "
-            f"engine.world_size={sp}"
-        )
-    return config.replace(engine={"world_size": world, "sp": sp})
+    return config.replace(engine={"world_size": world, "sp": config.engine.sp or world})
 
 
 def node_count(config: RunConfig, nodes: int | None = None) -> int:
@@ -101,7 +85,7 @@ def node_count(config: RunConfig, nodes: int | None = None) -> int:
     return 1 if config.emulate else cluster.told().count if nodes is None else nodes
 
 
-def finished(config: RunConfig, out: str | os.PathLike[str]) -> dict[str, Any] | None:
+def finished(config: RunConfig, out: str | Path) -> Json | None:
     """The result in `out` if it is `ok` or `oom` and of this configuration at this commit, else None.
 
     A configuration that is resolved already may be that of another machine.
@@ -135,12 +119,14 @@ class _Run:
 
     def __init__(
         self, config: RunConfig, out: Path, worker: str = "", on_progress: Callable[..., None] | None = None,
-        nodes: Nodes = ONE_NODE, env: Mapping[str, str] | None = None, limit: float = math.inf,
+        nodes: Nodes = ONE_NODE, env: Mapping[str, str] | None = None, limit: Limit = (math.inf, "no time limit"),
     ) -> None:  # fmt: skip
-        self.config, self.out, self.on_progress, self.launcher = config, out, on_progress, nodes.launcher
+        self.config, self.out, self.launcher, self.limit = config, out, nodes.launcher, limit
+        self.on_progress = on_progress or (lambda event: None)
         self.attempt = Attempt(
-            id=f"{results.run_id(config)}-{uuid.uuid4().hex[:8]}", config=config.to_dict(), out=str(out), worker=worker,
-            nodes=nodes.count, head=nodes.head, env=env or {}, deadline=time.time() + limit,
+            id=f"{results.run_id(config)}-{uuid.uuid4().hex[:8]}", ranks=config.engine.world_size // nodes.count,
+            out=str(out), worker=worker, nodes=nodes.count, head=nodes.head, env=env or {},
+            deadline=time.time() + limit[0],
         )  # fmt: skip
         self.agent: subprocess.Popen[bytes] | None = None
         """The agent of one node; on several nodes the launcher, such as srun."""
@@ -150,30 +136,21 @@ class _Run:
         results.write_json(out / "config.json", config.to_dict())
         for old in (self.reader.path, out / WARNED, *out.glob("failed.*")):
             old.unlink(missing_ok=True)
-        ranks = f"{config.engine.world_size} rank{'s' if config.engine.world_size > 1 else ''}"
-        on = f" on {nodes.count} nodes" if nodes.count > 1 else ""
-        ends = f"; the time limit is {format_seconds(limit)}" if limit < math.inf else ""
-        self.say("start", f"starting {ranks}{on}{ends}", run_id=self.attempt.id)
+        ranks = f"starting {config.engine.world_size} ranks on {nodes.count} nodes; {limit[1]}"
+        Progress(self.reader.path).emit("start", row=config.row, message=ranks, run_id=self.attempt.id)
 
-    def say(self, event: str, message: str, **fields: Any) -> None:
-        Progress(self.reader.path).emit(event, row=self.config.row, message=message, **fields)
-
-    def reports(self) -> list[dict[str, Any]]:
+    def reports(self) -> list[Json]:
         """What the agents of the nodes said."""
         return read_reports(self.attempt.launcher_log)
 
-    def follow(self, *more: dict[str, Any]) -> bool:
-        """Hand on what the ranks said, or that time passes to a callback that has `tick`; whether they said something.
-        A callback that fails is not worth a run: it is dropped with a warning."""
+    def follow(self, *more: Json) -> bool:
+        """Hand on what the ranks said, or that time passes to a callback that has `tick`; whether they
+        said something."""
         events = [*self.reader.read(), *more]
-        try:
-            for event in events if self.on_progress else ():
-                self.on_progress(event)  # type: ignore[misc]
-            if not events and (tick := getattr(self.on_progress, "tick", None)):
-                tick()
-        except Exception as e:
-            warnings.warn(f"on_progress failed and is not called again: {e!r}", stacklevel=2)
-            self.on_progress = None
+        for event in events:
+            self.on_progress(event)
+        if not events and (tick := getattr(self.on_progress, "tick", None)):
+            tick()
         return bool(events)
 
     def stop(self) -> None:
@@ -186,82 +163,78 @@ class _Run:
                     self.agent.wait(GRACE_SECONDS)
         finally:
             stop(self.agent, self.attempt.id)
-            for left in Path(tempfile.gettempdir()).glob(f"{self.attempt.temporary}*"):  # of an agent that was killed
-                shutil.rmtree(left, ignore_errors=True)
 
-    def outcome(self, limit: Limit, step_limit: Limit) -> tuple[str, str, str]:
+    def outcome(self, step_limit: Limit) -> tuple[str, str, str]:
         """Start the ranks and wait for their end; returns the status, and the kind and the words of the error where the
         worker wrote no result."""
         attempt, heard = self.attempt, time.monotonic()
-        self.agent = agent = attempt.begin(self.launcher)
+        self.agent = agent = attempt.begin(self.launcher, self.config.to_dict())
         while agent.poll() is None and not failures(self.reports()):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 agent.wait(POLL_SECONDS)
             now = time.monotonic()
             heard = now if self.follow() else heard
             if time.time() > attempt.deadline:
-                return "timeout", "Timeout", f"the run took longer than {limit[1]}: {self.whereabouts(agent)}"
+                return "timeout", "Timeout", f"the run took longer than {self.limit[1]}: {self.whereabouts(agent)}"
             if now > heard + step_limit[0]:
                 return "timeout", "Stalled", f"no step ended for {step_limit[1]}: {self.whereabouts(agent)}"
         with contextlib.suppress(subprocess.TimeoutExpired):
             agent.wait(SETTLE_SECONDS)
         self.follow()
         program = self.launcher[0] if self.launcher else "torchrun"
-        ended = "" if agent.returncode is None else f"{program} ended with exit status {agent.returncode}"
-        reports = self.reports()
-        code = agent.returncode or len(failures(reports))
-        if code == 0:
+        reports, code = self.reports(), agent.returncode or 0
+        failed = failures(reports)
+        if code == 0 and not failed:
             return "ok", "NoResult", f"{attempt.worker} ended without writing result.json"
-        if code < 0 or (code > 128 and not failures(reports) and not lost(reports)):
+        if code < 0 or (code > 128 and not failed and not lost(reports)):
             return "cancelled", "Cancelled", f"{program} was ended by signal {code - 128 if code > 0 else -code}"
+        ended = "" if agent.returncode is None else f"{program} ended with exit status {code}"
         return "error", *cause(attempt.launcher_log, attempt.nodes, ended)
 
     def whereabouts(self, agent: subprocess.Popen[bytes]) -> str:
         """Where all ranks are: they are asked to write it down."""
         agent.send_signal(signal.SIGUSR1)  # srun and mpirun hand it on
         time.sleep(ASKED_SECONDS)
-        stopped = [rank for report in self.reports() for rank in report.get("stopped", ())]
-        return whereabouts(self.reader.path, self.attempt.logs(), stopped)
+        return whereabouts(self.reader.path, self.attempt.logs())
 
     def searches_on(self) -> bool:
         """Whether ranks ended because memory ran out at a new length of a search: new ones go on with shorter ones."""
-        tried = [event for event in ProgressReader(self.reader.path).read() if event.get("event") == "tried"]
-        lost = {event["seq_len"] for event in tried if event.get("peak") is None}
-        if not self.config.search or len(lost) == self.lost:
+        tried = [event for event in ProgressReader(self.reader.path).read() if event["event"] == "tried"]
+        lost = len({event["seq_len"] for event in tried if event["peak"] is None})
+        if not self.config.search or lost == self.lost:
             return False
-        self.lost, self.before = len(lost), results.version(self.out / "result.json")
-        self.attempt = dataclasses.replace(self.attempt, id=f"{self.attempt.id.partition('.')[0]}.{self.lost}")
+        self.lost, self.before = lost, results.version(self.out / "result.json")
+        self.attempt = dataclasses.replace(self.attempt, id=f"{self.attempt.id.partition('.')[0]}.{lost}")
         return True
 
-    def end(self, status: str, kind: str = "", message: str = "") -> dict[str, Any]:
+    def end(self, status: str, kind: str = "", message: str = "") -> Json:
         """The worker's result. Where it wrote none, or `ok` and something failed after it, or an error because the run
         was ended (ranks that lose each other): one that says so. An error gets the end of the logs.
         """
-        result: Any = None
+        path, result = self.out / "result.json", None
         with contextlib.suppress(OSError, ValueError):
-            open(self.out / "result.json").close()  # a shared file system asks its server at an open, and not before
-            if results.version(self.out / "result.json") != self.before:
-                result = results.read_result(self.out / "result.json")
+            open(path).close()  # a shared file system asks its server at an open, and not before
+            if results.version(path) != self.before:
+                result = results.read_result(path)
         if kind in LOST and result and result["error"]:
             message += f"; after that, {results.why(result)}"
         overruled = ("ok",) if status == "error" and kind not in LOST else ("ok", "error")
         if result is None or (status != "ok" and result["status"] in overruled):
-            status = "error" if status == "ok" else status
-            error = {"type": kind, "message": message, "log_tail": log_tail(self.attempt.logs())}
-            result = results.new_result(self.config, status, error=error, metrics=result and result["metrics"])
-        elif result["status"] == "error":
-            error = {**(result["error"] or {}), "log_tail": log_tail(self.attempt.logs())}
-            result = {**result, "error": error}
+            status, metrics = "error" if status == "ok" else status, result and result["metrics"]
+            error = {"type": kind, "message": message}
+            result = results.new_result(self.config, status, error=error, metrics=metrics)
+        if result["status"] not in results.FINISHED:
+            result["error"] = {**(result["error"] or {}), "log_tail": log_tail(self.attempt.logs())}
         if result["status"] != "ok":
-            results.write_result(self.out / "result.json", result)
+            results.write_result(path, result)
         self.follow({"time": time.time(), "event": "end", "row": self.config.row, "status": result["status"]})
         return result
 
 
 def launch(
-    config: RunConfig, out: str | os.PathLike[str], *, on_progress: Callable[[dict[str, Any]], None] | None = None,
+    config: RunConfig, out: str | Path, *, on_progress: Callable[[Json], None] | None = None,
     force: bool = False, worker: str = workers.ABLATION, extra_env: Mapping[str, str] | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> Json:  # fmt: skip
     """Run `config` under torchrun in the folder `out` and return its result (`ok` or `oom`).
 
     `out` gets config.json, progress.jsonl, logs/ and result.json. The worker writes result.json; where it could not,
@@ -289,17 +262,17 @@ def launch(
     foreseen = workers.planned(config, worker, gpus)
     with locks.hold(out), warnings_call((out / WARNED).touch), sigterm_interrupts():
         limit = time_limit(foreseen, nodes.count, gpus, trains)
-        if (rest := cluster.job_seconds()) is not None and rest < limit[0]:
+        if (rest := cluster.job_seconds()) < limit[0]:
             limit = rest, f"its job allows, {format_seconds(rest)}"
-        run = _Run(config, out, worker, on_progress, nodes, extra_env, limit[0])
+        run = _Run(config, out, worker, on_progress, nodes, extra_env, limit)
         try:
             if not force and trains and (why := why_not(foreseen, nodes.count, gpus)):
                 return run.end("oom", "WouldNotFit", why)
             step = step_limit(foreseen, nodes.count, gpus, trains)
-            ended = run.outcome(limit, step)
+            ended = run.outcome(step)
             while ended[0] == "error" and run.searches_on():
                 run.stop()
-                ended = run.outcome(limit, step)
+                ended = run.outcome(step)
         except BaseException as e:
             with contextlib.suppress(OSError):  # the result first: a kernel that shuts down gives little time
                 run.end("cancelled" if isinstance(e, KeyboardInterrupt) else "error", type(e).__name__, str(e))

@@ -27,7 +27,13 @@ def hold(folder: Path) -> Iterator[Callable[..., None]]:
     Raises:
         ValueError: another process holds it (the message says which, and since when), or it cannot be written to.
     """
-    with _opened(folder) as file:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # without a buffer, of which what it cannot write would be an error at the end
+        opened = open(folder / FILE, "a+b", buffering=0)  # noqa: SIM115
+    except OSError as e:
+        raise ValueError(f"out={str(folder)!r} cannot be written to ({e.strerror}); name another folder") from e
+    with opened as file:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not _lock(file, fcntl.LOCK_EX):
             if time.monotonic() > deadline:
@@ -36,14 +42,13 @@ def hold(folder: Path) -> Iterator[Callable[..., None]]:
                     "for its end or name another folder"
                 )
             time.sleep(0.05)
-        since = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+        since = datetime.datetime.now().astimezone().isoformat(" ", timespec="seconds")  # with its zone
         about: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
 
         def note(**fields: Any) -> None:
             about.update(fields)
             with contextlib.suppress(OSError):  # a full disk: what others read is not worth a run
-                file.seek(0)
-                file.truncate()
+                file.truncate(0)
                 file.write(json.dumps(about).encode())
 
         note()
@@ -64,18 +69,8 @@ def holder(folder: Path) -> dict[str, Any] | None:
 
 
 def describe(about: Mapping[str, Any]) -> str:
-    """`process 123 on node7 since 2026-01-31 12:00:00+01:00`: with the zone, as machines may differ."""
-    known = {"pid": "unknown", "host": "unknown", "since": "unknown", **about}
-    where = "" if known["host"] == socket.gethostname() else f" on {known['host']}"
-    return f"process {known['pid']}{where} since {known['since'].replace('T', ' ')}"
-
-
-def _opened(folder: Path) -> Any:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        return open(folder / FILE, "a+b", buffering=0)  # what a buffer cannot write would be an error at the end
-    except OSError as e:
-        raise ValueError(f"out={str(folder)!r} cannot be written to ({e.strerror}); name another folder") from e
+    """`process 123 on node7 since 2026-01-31 12:00:00+01:00`."""
+    return "process {pid} on {host} since {since}".format_map({"pid": "?", "host": "?", "since": "?", **about})
 
 
 def _lock(file: Any, kind: int) -> bool:
@@ -85,7 +80,7 @@ def _lock(file: Any, kind: int) -> bool:
     except BlockingIOError:
         return False
     except OSError:
-        return True
+        pass
     return True
 
 

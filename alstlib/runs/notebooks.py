@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,16 +18,17 @@ from alstlib.runs.processes import sigterm_interrupts
 
 KERNEL_START_SECONDS = 600  # papermill's 60 are short where many processes share the cores
 KERNEL_SECONDS = 60.0  # for an interrupted notebook: longer than the launcher's own grace
+INTERRUPTED_SECONDS = 3.0  # in which papermill writes down a cell that has cleaned up
 
 
 def execute(
     notebook: Path, output: Path, parameters: Mapping[str, Any], watch: Callable[[], None] = lambda: None,
-    folder: Path = Path(),
+    running: Callable[[], bool] = lambda: False, folder: Path = Path(),
 ) -> Exception | None:  # fmt: skip
     """Execute `notebook` with papermill in a kernel of the running Python, in `folder`; returns what it raised.
 
     `watch` is called about once a second meanwhile. On KeyboardInterrupt (and SIGTERM) the kernel is interrupted, so
-    that the cell cleans up, and killed if it does not; then the exception goes on.
+    that the cell cleans up, and killed if it does not, or if no run of it is `running`; then the exception goes on.
     """
     import papermill
     from jupyter_client.kernelspec import KernelSpec
@@ -80,10 +80,10 @@ def execute(
         except KeyboardInterrupt:
             logging.getLogger("papermill").setLevel(logging.CRITICAL)  # it would tell how the kernel ended
             try:
-                deadline = time.monotonic() + KERNEL_SECONDS
-                while not done.is_set() and time.monotonic() < deadline and any(map(_in_a_cell, kernels)):
-                    signal_kernel(signal.SIGINT)
-                    done.wait(KERNEL_SECONDS / 4)
+                for _ in range(4):
+                    signal_kernel(signal.SIGINT)  # which it ignores outside of cells
+                    if done.wait(KERNEL_SECONDS / 4 if running() else INTERRUPTED_SECONDS) or not running():
+                        break
             finally:
                 if not done.is_set():
                     signal_kernel(signal.SIGKILL)
@@ -91,15 +91,3 @@ def execute(
                         kernel.cleanup_connection_file()
             raise
     return raised[0] if raised else None
-
-
-def _in_a_cell(kernel: Any) -> bool:
-    """Whether a kernel that `execute` started runs a cell (elsewhere than on Linux: whether it was started): it ignores
-    SIGINT before the first cell, and between two of them."""
-    if (pid := getattr(kernel.provisioner, "pid", None)) is None:
-        return False
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        ignored = int(next(line.split()[1] for line in lines if line.startswith("SigIgn:")), 16)
-        return not ignored >> signal.SIGINT - 1 & 1
-    return True

@@ -16,14 +16,12 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 import psutil
 from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from alstlib.runs.results import Json, as_json
@@ -44,7 +42,7 @@ class Progress:
     Progress is not worth a run: a line that cannot be written (a full disk) is dropped, with a warning.
     """
 
-    def __init__(self, path: str | os.PathLike[str], rank: int = 0) -> None:
+    def __init__(self, path: str | Path, rank: int = 0) -> None:
         self.path, self.rank = Path(path), rank
 
     def emit(self, event: str, **fields: Any) -> None:
@@ -61,21 +59,22 @@ class Progress:
 class ProgressReader:
     """`read` returns the events that were appended since the last call, whole lines only."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | Path) -> None:
         self.path, self.offset = Path(path), 0
 
     def read(self) -> list[Json]:
         try:
             with open(self.path, "rb") as file:
-                if self.offset > self.path.stat().st_size:
-                    self.offset = 0  # a new run began
-                file.seek(self.offset)
-                whole, newline, _ = file.read().rpartition(b"\n")
+                size = file.seek(0, os.SEEK_END)
+                file.seek(self.offset if self.offset <= size else 0)  # it is shorter where a new run began
+                lines = file.readlines()
+                self.offset = file.tell()
         except OSError:
             return []
-        self.offset += len(whole + newline)
+        if lines and not lines[-1].endswith(b"\n"):
+            self.offset -= len(lines.pop())
         events = []
-        for line in whole.splitlines():
+        for line in lines:
             with contextlib.suppress(ValueError):  # half a line, from when the disk was full
                 events.append(json.loads(line))
         return events
@@ -114,10 +113,9 @@ def describe(event: Json, now: float = 0.0) -> str:
     """One line: length tried, step, tokens/s, loss, message, how it ended; and the time left, or how long it has been
     so, at `now` (seconds since the epoch)."""
     parts = [text.format(**{"steps": "?", **event}) for name, text in SAID.items() if event.get(name) not in (None, "")]
-    waited, left = now - event.get("time", now), time_left(event, now)
-    if left is not None:
+    if (left := time_left(event, now)) is not None:
         parts.append(f"{format_seconds(left)} left")
-    elif waited >= 5:
+    elif (waited := now - event.get("time", now)) >= 5:
         parts.append(f"for {format_seconds(waited)}")
     return "  ".join(parts)
 
@@ -129,6 +127,8 @@ def time_left(event: Json, now: float = 0.0) -> float | None:
 
 
 # The ranks' logs and errors
+
+KILLED = "Linux sends SIGKILL where the host's memory runs out; else a crash in compiled code, a person, or a scheduler"
 
 
 def _tails(logs: Path) -> list[tuple[Path, str]]:
@@ -159,76 +159,61 @@ def first_failed(logs: Path) -> Path | None:
 
 def log_tail(logs: Path, limit: int = TAIL_CHARACTERS) -> str:
     """The last `limit` characters of the ranks' logs: half of them are of `first_failed`, half of the next."""
-    parts, tails = [], _tails(logs)[:2]
-    for file, text in tails:
-        head = f"--- {'torchrun' if file.name == 'agent.log' else f'rank {rank_of(file)}, {file.stem}'} ---\n"
-        parts.append(head + text[len(head) + 1 - limit // len(tails) :])
-    return "\n".join(parts)
+    tails = _tails(logs)[:2]
+    heads = [f"--- {file.relative_to(logs)} ---\n" for file, _ in tails]
+    each = limit // max(1, len(tails)) - 1
+    return "\n".join(head + text[len(head) - each :] for head, (_, text) in zip(heads, tails))
 
 
-def root_cause(failures: Mapping[int, Any], logs: Path, oom_kills: int | None = None) -> tuple[str, str]:
+def root_cause(failures: Mapping[int, Any], logs: Path) -> tuple[str, str]:
     """The rank that failed first, of those in torchrun's `ChildFailedError.failures`: the type of the error,
-    `RankKilled` where a signal from outside ended the rank, and what happened. `oom_kills` counts the processes that
-    the kernel ended meanwhile for lack of memory.
+    `RankKilled` where a signal from outside ended the rank, and what happened.
 
     Ranks that torchrun itself ended because another one had failed, by SIGTERM and 30 seconds later by SIGKILL, do not
     count; it lists them after those that it found failed. A rank that was killed comes before ranks that ended by
     themselves, because these lost the connection to it.
     """
-    (rank, first), *others = failures.items()
-    found = {rank: first}
-    for rank, failure in others:
-        killed = -failure.exitcode == signal.SIGKILL and failure.timestamp >= first.timestamp + 30
-        if not killed and -failure.exitcode != signal.SIGTERM:
-            found[rank] = failure
+    first = next(iter(failures.values()))
+
+    def by_torchrun(failure: Any) -> bool:
+        late = failure.timestamp >= first.timestamp + 30
+        return failure is not first and (
+            failure.exitcode == -signal.SIGTERM or (late and failure.exitcode == -signal.SIGKILL)
+        )
+
+    found = {rank: failure for rank, failure in failures.items() if not by_torchrun(failure)}
     for rank, failure in found.items():
-        number = -failure.exitcode
-        if number > 0 and number != signal.SIGABRT:  # a library aborts when others are gone
-            return "RankKilled", f"rank {rank} was ended by {_by_signal(number, oom_kills)}"
-    rank = min(found, key=lambda rank: found[rank].timestamp)
-    told = found[rank].error_file_data["message"]  # a string where the rank wrote no error (torch's `record`)
+        if failure.exitcode < 0 and failure.exitcode != -signal.SIGABRT:  # a library aborts when others are gone
+            return "RankKilled", f"rank {rank} was ended by {signal.Signals(-failure.exitcode).name} ({KILLED})"
+    rank, failure = min(found.items(), key=lambda item: item[1].timestamp)
+    told = failure.error_file_data["message"]  # a string where the rank wrote no error (torch's `record`)
     said = (told["message"] if isinstance(told, dict) else "") or _last_error(logs, rank)
-    error = f": {said.splitlines()[0]}" if said else ""
-    return "RankFailed", f"rank {rank} ended with exit status {found[rank].exitcode}{error}"
+    first_line = said.partition("\n")[0]
+    return "RankFailed", f"rank {rank} ended with exit status {failure.exitcode}: {first_line}".removesuffix(": ")
 
 
 def _last_error(logs: Path, rank: int) -> str:
     """The last line of a rank's log that ends with a traceback: of a worker without torch's `record`, or of one that
     could not be imported. Empty where there is none."""
-    tails = [text for file, text in _tails(logs) if file.name == "stderr.log" and rank_of(file) == rank]
-    return tails[0].splitlines()[-1] if tails and TRACEBACK in tails[0] else ""
+    tails = (text for file, text in _tails(logs) if file.name == "stderr.log" and rank_of(file) == rank)
+    return next((text.splitlines()[-1] for text in tails if TRACEBACK in text), "")
 
 
-def _by_signal(number: int, oom_kills: int | None) -> str:
-    """The name of a signal, and who usually sends it."""
-    if number == signal.SIGKILL and oom_kills:
-        return f"SIGKILL: the host ran out of memory, and its kernel ended {oom_kills} processes meanwhile"
-    counted = ", but this host's kernel counts none during the run" if oom_kills == 0 else ""
-    senders: dict[int, str] = {
-        signal.SIGKILL: f"as the kernel does when the host's memory runs out{counted}; else a person or a scheduler",
-        signal.SIGSEGV: "a crash in compiled code", signal.SIGBUS: "often a full /dev/shm or disk",
-    }  # fmt: skip
-    names = {one.value: one.name for one in signal.Signals}
-    return f"{names.get(number, f'signal {number}')} ({senders.get(number, 'from outside the run')})"
-
-
-def whereabouts(progress: Path, logs: Path, stopped: Sequence[int] = ()) -> str:
-    """The last step that ended, and where the ranks were that the others waited for: stopped, without an answer, or at
-    the place that they wrote down (`processes.ask_where`). Where all waited for each other, all places."""
+def whereabouts(progress: Path, logs: Path) -> str:
+    """The last step that ended, and where the ranks were that the others waited for, at the place that they wrote down
+    (`processes.ask_where`). Where all waited for each other, all places."""
     steps = [event for event in ProgressReader(progress).read() if "step" in event]
-    told = ["the last step was {step} of {steps}".format(**steps[-1]) if steps else "it ended no step"]
-    found = dict.fromkeys(stopped, "stopped (SIGSTOP, or a debugger)")
-    for file in sorted(logs.glob("**/attempt_*/*/stderr.log"), key=rank_of):
-        found.setdefault(rank_of(file), _place(_tail(file)))
-    awaited = {rank: place for rank, place in found.items() if not place.startswith("waited ")}
-    return "; ".join(told + [f"rank {rank}: {place}" for rank, place in (awaited or found).items()])
+    told = "the last step was {step} of {steps}".format(**steps[-1]) if steps else "it ended no step"
+    files = sorted(logs.glob("**/attempt_*/*/stderr.log"), key=rank_of)
+    found = [f"rank {rank_of(file)}: {_place(_tail(file))}" for file in files]
+    return "; ".join([told, *([place for place in found if ": waited " not in place] or found)])
 
 
 def _place(log: str) -> str:
     """Where a rank was by what Python's faulthandler wrote, the innermost frame first."""
     frames = re.findall(r'File "(.*)", line (\d+) in (\S+)', log.rpartition("(most recent call first)")[2])
     if not frames:
-        return "gave no answer (not started, or hanging in a driver or on a disk)"
+        return "gave no answer (stopped, not started, or hanging in a driver or on a disk)"
     path, line, name = next((frame for frame in frames if "/alstlib/" in frame[0]), frames[0])
     waited = "waited " if "/torch/distributed/" in frames[0][0] else ""
     return f"{waited}in {name} ({Path(path).name}, line {line})"
@@ -302,28 +287,20 @@ class Printer:
         if not self.event:
             return
         now, ends = time.monotonic(), self.event.get("event") == "end"
-        row, said = self.event.get("row") or "run", describe(self.event, time.time())
-        line = printable(f"{row}  {said}").replace("\n", " ")
-        step, steps = self.event.get("step") or 0, self.event.get("steps") or 0
+        line = printable(f"{self.event.get('row') or 'run'}  {describe(self.event, time.time())}").replace("\n", " ")
         if ends or now - self.shown >= 1.0:
-            self.shown = now
-            self._show(line, step, steps)
+            self.shown, shown = now, Text(line, overflow="fold")
+            if self.live:
+                self.live.start()
+                self.live.update(shown, refresh=True)
+            elif self.display:
+                self.display.update(shown)
         every = min(self.LOG_SECONDS, max(1.0, self.logged - self.began))
-        tenth = 10 * step // steps if steps else 0
+        tenth = 10 * (self.event.get("step") or 0) // (self.event.get("steps") or 1)
         if self.log and (ends or now - self.logged >= every or tenth > self.tenth):
             self.logged, self.tenth = now, tenth
             bar = self.display is not None and self.log.isatty()  # papermill's, which it draws again
             print(f"\r\x1b[2K{line}" if bar else line, file=self.log, flush=True)
-
-    def _show(self, line: str, step: int, steps: int) -> None:
-        """Replace what the terminal or the notebook shows: a bar where the number of steps is known, and the line."""
-        shown = Table.grid(padding=(0, 1))
-        shown.add_row(*([ProgressBar(steps, step, 20)] if steps else []), Text(line, overflow="fold"))
-        if self.live:
-            self.live.start()
-            self.live.update(shown, refresh=True)
-        elif self.display:
-            self.display.update(shown)
 
     def close(self) -> None:
         """Nothing follows: what is printed next begins a line of its own."""

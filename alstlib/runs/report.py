@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from alstlib.config import RunConfig, flat
+from alstlib.config import ROWS, RunConfig, flat
 from alstlib.runs import results
 from alstlib.runs.results import Json
 from alstlib.runs.sweeps import Spec, opened, shown
@@ -22,7 +22,6 @@ from alstlib.tables import console, listed
 
 PAGE = "report.html"
 TEMPLATE = Path(__file__).with_name("report.html.j2")
-NEVER = "never run"
 
 Rows = Sequence[Json]
 
@@ -43,8 +42,7 @@ def tell(folder: Path, spec: Spec | None = None, page: Path | None = None) -> No
         OSError: it could not be written.
         ValueError: there are no results, or jinja2 is not installed.
     """
-    rows = in_order(results.collect(folder), folder, spec)
-    if all(row["status"] == NEVER for row in rows):
+    if not (rows := results.collect(folder, spec.rows if spec else ROWS)):
         raise ValueError(f"there is no result.json below {folder} that can be used; run the sweep first")
     show(results.table(rows))
     page = page or folder / PAGE
@@ -52,45 +50,30 @@ def tell(folder: Path, spec: Spec | None = None, page: Path | None = None) -> No
     print(f"\npage: {shown(page)}")
 
 
-def in_order(found: Rows, folder: Path, spec: Spec | None) -> Rows:
-    """The results in the order of the spec's rows, with what stands for those that have none, and then all others."""
-    known = {result["row"]: result for result in found}
-    rows = {
-        row: {"row": row, "label": row, "run_id": "", "status": NEVER, "mode": "-", "metrics": {},
-              "folder": folder / row, "config": config.to_dict()}
-        for row, config in (spec.rows if spec else {}).items()
-    }  # fmt: skip
-    return list((rows | known).values()) if spec else found
-
-
 def show(rows: Rows) -> None:
-    """Print `results.table`'s rows and notes: in a terminal as a table, with a line for each row or, where there is no
-    room for it, a column for each; elsewhere as Markdown."""
+    """Print `results.table`'s rows and notes: as Markdown, or in a terminal as a table with a column for each row."""
     heads, texts = results.cells(rows)
-    lines, screen = [list(heads.values()), *texts], console()
-    if not screen.is_terminal:
+    if not (screen := console()).is_terminal:
         print(results.with_notes(rows))
         return
-    unbound = screen.options.update(max_width=10_000)
-    if screen.measure(listed(lines[0], lines[1:]), options=unbound).maximum > screen.width:
-        lines = [list(column) for column in zip(*lines)]
-    screen.print(listed(lines[0], lines[1:]), *results.notes(rows), sep="\n")
+    first, *lines = zip(heads.values(), *texts)
+    screen.print(listed(first, lines), *results.notes(rows), sep="\n")
 
 
 def write_page(rows: Rows, folder: Path, page: Path, spec: Spec | None = None) -> None:
-    """Write the page of the results below a folder (`in_order`)."""
+    """Write the page of the results below a folder."""
     try:
         import jinja2
     except ImportError:
         raise ValueError("the page needs the package jinja2: pip install 'alstlib[notebooks]'") from None
-    base, ran = page.resolve().parent, [row for row in rows if row["status"] != NEVER]
+    base = page.resolve().parent
     heads, texts = results.cells(results.table(rows))
     about = {
         "title": spec.name if spec else folder.resolve().name,
         "written": datetime.datetime.now().astimezone().isoformat(" ", timespec="minutes"),
         "command": spec and spec.typed("run"),
         "counts": Counter(row["status"] for row in rows), "heads": heads, "table": list(zip(rows, texts)),
-        "figures": list(figures(ran)), "rows": [_about(row, spec) for row in ran], "never": NEVER,
+        "figures": list(figures(rows)), "rows": [_about(row, spec) for row in rows],
         "notebooks": sorted(folder.glob("*.ipynb")),
         "link": lambda path: Path(os.path.relpath(path.resolve(), base)).as_posix(),
     }  # fmt: skip
@@ -102,13 +85,13 @@ def write_page(rows: Rows, folder: Path, page: Path, spec: Spec | None = None) -
 
 def _about(result: Json, spec: Spec | None) -> Json:
     """One result, with why it failed, what lies in its folder, and the command that repeats it alone."""
-    default = flat(RunConfig().to_dict())
+    default, row = flat(RunConfig().to_dict()), result["row"]
     return {
         **result,
         "why": results.why(result),
         "fields": {n: value for n, value in flat(result["config"]).items() if value != default.get(n)},
         "files": [*sorted(result["folder"].glob("*.ipynb")), result["folder"] / "result.json"],
-        "command": spec.typed("run", "--rows", row, "--force") if spec and (row := result["row"]) in spec.rows else "",
+        "command": spec and row in spec.rows and spec.typed("run", "--rows", row, "--force"),
     }
 
 
@@ -138,25 +121,6 @@ def figures(found: Rows) -> Iterator[dict[str, str]]:
             yield {"title": title, "what": f"It could not be drawn: {type(e).__name__}: {e}", "source": ""}
 
 
-def _longest(plots: Any, rows: Rows) -> Drawn:
-    searched = [{**row, "row": row["label"]} for row in rows if row["metrics"].get("tried")]
-    if not any(row["paper_seq_len"] for row in searched):
-        return None
-    what = "The longest sequence of each ablation row: here (left), and in the paper's Table 1 on its machine (right)."
-    return plots.ablation(searched), what
-
-
-def _trials(plots: Any, rows: Rows) -> Drawn:
-    tried = {row["label"]: row["metrics"].get("tried") or [] for row in rows}
-    points = {
-        label: sorted((one["seq_len"], one["device_peak_bytes"]) for one in trials if one["device_peak_bytes"])
-        for label, trials in tried.items() if trials
-    }  # fmt: skip
-    budgets = {flat(row["config"]).get("limits.device_memory") for row in rows}
-    what = "The device peak of each length that a search tried. The search ends where the peak reaches the budget."
-    return (plots.peaks(points, budgets.pop() if len(budgets) == 1 else None), what) if points else None
-
-
 def _over(column: str, ylabel: str, unit: float, plots: Any, rows: Rows) -> Drawn:
     """A column of the table over the field in which the rows differ, where that is one and its values are numbers."""
     fields = results.swept(rows)
@@ -169,10 +133,10 @@ def _over(column: str, ylabel: str, unit: float, plots: Any, rows: Rows) -> Draw
 
 
 def _losses(plots: Any, rows: Rows) -> Drawn:
-    curves = {row["label"]: by_step(row["metrics"], "loss", "loss_steps") for row in rows}
-    curves = {label: points for label, points in curves.items() if len(points) >= 3}
-    evaluation = {row["label"]: by_step(row["metrics"], "eval_loss", "eval_steps") for row in rows}
-    evaluation = {label: points for label, points in evaluation.items() if points}
+    curves, evaluation = (
+        {row["label"]: points for row in rows if len(points := by_step(row["metrics"], losses, steps)) >= least}
+        for losses, steps, least in (("loss", "loss_steps", 3), ("eval_loss", "eval_steps", 1))
+    )
     what = (
         "The loss of each optimizer step. Dashed lines, where there are some, show the loss on documents that the "
         "model is not trained on: where it rises, training has gone on too long."
@@ -182,14 +146,11 @@ def _losses(plots: Any, rows: Rows) -> Drawn:
 
 def by_step(metrics: Json, losses: str, steps: str) -> dict[int, float]:
     """Losses by optimizer step; the worker of the ablation has one a step."""
-    found = metrics.get(losses) or []
-    at = metrics.get(steps) or range(1, len(found) + 1)
-    return {step: float("nan") if loss is None else loss for step, loss in zip(at, found)}
+    found = [float("nan") if loss is None else loss for loss in metrics.get(losses) or ()]
+    return dict(zip(metrics.get(steps) or range(1, len(found) + 1), found))
 
 
 FIGURES: dict[str, Callable[[Any, Rows], Drawn]] = {
-    "Longest sequence that fits": _longest,
-    "Trials of the search": _trials,
     "Step over the swept field": functools.partial(_over, "step_seconds", "time of a step [s]", 1),
     "Device peak over the swept field": functools.partial(_over, "device_peak_bytes", "device peak [MiB]", 2**20),
     "Last loss over the swept field": functools.partial(_over, "loss", "loss of the last step", 1),

@@ -107,9 +107,10 @@ def new_result(
 
 def why(result: Json) -> str:
     """What a result says went wrong: the error's type, whose rank it is, and its message; empty without an error."""
-    error = result.get("error") or {"type": "", "message": ""}
-    whose = f" on rank {error['rank']}" if error.get("rank") is not None else ""
-    return ": ".join(filter(None, [f"{error['type']}{whose}", error["message"]]))
+    if not (error := result["error"]):
+        return ""
+    whose = f" on rank {error['rank']}" if "rank" in error else ""
+    return f"{error['type']}{whose}: {error['message']}".removesuffix(": ")
 
 
 # What a result.json may hold. JSON has no infinities and no NaN: they are null.
@@ -169,7 +170,7 @@ def check(text: str | bytes, source: str) -> None:
         raise ValueError(f"{source} is no result that this alstlib reads: {found}: {wrong['msg']}") from None
 
 
-def write_result(path: str | os.PathLike[str], result: Json) -> None:
+def write_result(path: str | Path, result: Json) -> None:
     """Write `result.json` atomically. NaN and infinities become null.
 
     Raises:
@@ -180,7 +181,7 @@ def write_result(path: str | os.PathLike[str], result: Json) -> None:
     write_json(Path(path), result)
 
 
-def read_result(path: str | os.PathLike[str]) -> Json:
+def read_result(path: str | Path) -> Json:
     """Read and check a `result.json`.
 
     Raises:
@@ -204,7 +205,7 @@ def run_id(config: RunConfig) -> str:
     return config.digest(git_state()["sha"])
 
 
-def git_state(folder: str | os.PathLike[str] | None = None) -> Json:
+def git_state(folder: str | Path | None = None) -> Json:
     """`{"sha", "dirty"}` of the commit that `folder` (default: this package) is at; sha 'unknown' outside git.
 
     Only changes below `folder` make it dirty, so that a sweep that writes reports does not.
@@ -231,20 +232,17 @@ def environment(device: str | None = None, device_count: int | None = None) -> J
     found = _installed()
     lock = json.dumps(found, sort_keys=True).encode()
     return {
-        "python": platform.python_version(),
-        **{name: found.get(name) for name in ("torch", "transformers", "deepspeed")},
-        "liger": found.get("liger-kernel"),
-        "device": device,
-        "device_count": device_count,
-        "lock_hash": hashlib.sha256(lock).hexdigest()[:12],
-    }
+        "python": platform.python_version(), "torch": found.get("torch"), "transformers": found.get("transformers"),
+        "deepspeed": found.get("deepspeed"), "liger": found.get("liger-kernel"), "device": device,
+        "device_count": device_count, "lock_hash": hashlib.sha256(lock).hexdigest()[:12],
+    }  # fmt: skip
 
 
 # Many results
 
 
-def collect(folder: str | os.PathLike[str]) -> list[Json]:
-    """Every result below `folder`, in the order of the ablation, each with its `folder` and its `label`: the path below
+def collect(folder: str | Path, order: Iterable[str] = ROWS) -> list[Json]:
+    """Every result below `folder`, in this order of their rows, each with its `folder` and its `label`: the path below
     `folder`, which no other has. Unreadable ones are left out with a warning."""
     found = []
     for path in sorted(Path(folder).rglob("result.json")):
@@ -254,13 +252,10 @@ def collect(folder: str | os.PathLike[str]) -> list[Json]:
             warnings.warn(f"left out: {e}", stacklevel=2)
             continue
         label = path.parent.relative_to(folder).as_posix()
-        found.append({**result, "folder": path.parent, "label": label if label != "." else row_or_id(result)})
-    place = {row: i for i, row in enumerate(ROWS)}
+        label = label if label != "." else result["row"] or result["run_id"]
+        found.append({**result, "folder": path.parent, "label": label})
+    place = {row: i for i, row in enumerate(order)}
     return sorted(found, key=lambda result: place.get(result["row"], len(place)))
-
-
-def row_or_id(result: Json) -> str:
-    return result["row"] or result["run_id"]
 
 
 SWEPT = 6
@@ -306,29 +301,34 @@ def table(results: Iterable[Json]) -> list[Json]:
     made = []
     for result in results:
         config = flat(result["config"])
-        about = {"row": result.get("label") or row_or_id(result), "status": result["status"], "mode": result["mode"]}
-        measured = _measured(result["metrics"], config.get("engine.world_size"))
+        row = result.get("label") or result["row"] or result["run_id"]
         paper = {f"paper_{name}": value for name, value in PAPER_ROWS.get(result["row"], {}).items()}
-        numbers = {name: measured.get(name, paper.get(name)) for name in COLUMNS}
-        notes = result["metrics"].get("notes") or []
-        made.append({**about, **{name: config.get(name) for name in fields}, **numbers, "notes": notes})
+        known = {**paper, **_measured(result["metrics"], config.get("engine.world_size") or 1)}
+        made.append({
+            "row": row, "status": result["status"], "mode": result["mode"],
+            **{name: config.get(name) for name in fields}, **{name: known.get(name) for name in COLUMNS},
+            "notes": result["metrics"].get("notes") or [],
+        })  # fmt: skip
     return made
 
 
-def _measured(metrics: Json, world_size: int | None) -> Json:
-    """A row's numbers, by the names of the columns."""
-    device, host, losses = (_known(metrics.get(name)) for name in ("device_peak_bytes", "host_peak_bytes", "loss"))
+def _measured(metrics: Json, ranks: int) -> Json:
+    """A row's numbers, by the names of the columns. What is predicted of host memory is of one of the `ranks`."""
+    device, host, losses = (
+        [x for x in metrics.get(name) or () if x is not None]
+        for name in ("device_peak_bytes", "host_peak_bytes", "loss")
+    )
     seconds, tokens = step_seconds(metrics), metrics.get("tokens_per_step")
-    predicted = dict(metrics.get("predicted") or {})
-    if predicted.get("host_peak_bytes") is not None:
-        predicted["host_peak_bytes"] *= world_size or len(device) or 1  # the prediction is of a rank
+    predicted = metrics.get("predicted") or {}
+    if (host_peak := predicted.get("host_peak_bytes")) is not None:
+        predicted = {**predicted, "host_peak_bytes": host_peak * ranks}
     return {
         "seq_len": metrics.get("seq_len"),
         "loss": losses[-1] if losses else None,
         "step_seconds": seconds,
         "tokens_per_second": tokens / seconds if tokens and seconds else None,
         "device_peak_bytes": max(device, default=None),
-        "host_peak_bytes": sum(host) if host else None,
+        "host_peak_bytes": sum(host) or None,
         **{f"predicted_{name}": value for name, value in predicted.items()},
         **{f"tflops_{name}": value for name, value in (metrics.get("tflops") or {}).items()},
     }
@@ -336,12 +336,8 @@ def _measured(metrics: Json, world_size: int | None) -> Json:
 
 def step_seconds(metrics: Json) -> float | None:
     """Median seconds of an optimizer step (the worker leaves out those whose memory is watched)."""
-    times = _known(metrics.get("step_seconds"))
+    times = [x for x in metrics.get("step_seconds") or () if x is not None]
     return statistics.median(times) if times else None
-
-
-def _known(numbers: Sequence[float | None] | None) -> list[float]:
-    return [x for x in numbers or [] if x is not None]
 
 
 def cells(rows: Sequence[Json], columns: Iterable[str] | None = None) -> tuple[dict[str, str], list[list[str]]]:

@@ -45,37 +45,27 @@ def run_on_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout: 
         raise ValueError(f"{function!r} has no source to send ({e}); define it with def, in a cell or a module") from e
     if not name.isidentifier() or inspect.getclosurevars(function).nonlocals:
         raise ValueError(f"{function!r} must be a function of its own (def), which gets what it needs as arguments")
-    run = uuid.uuid4().hex
+    run, started = uuid.uuid4().hex, list[subprocess.Popen[bytes]]()
     with tempfile.TemporaryDirectory() as folder, sigterm_interrupts():
-        out = Path(folder)
+        out, deadline = Path(folder), time.monotonic() + timeout
         (out / "job").write_bytes(pickle.dumps((source, name, args)))
-        env = environment(run, ranks, {"TMPDIR": folder})
-        started: list[subprocess.Popen[bytes]] = []
+        env = environment(run, ranks, {"TMPDIR": folder, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)})
         try:
-            for rank in range(ranks):
-                place = {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
-                place |= {f"LOCAL_{name}": value for name, value in place.items()}
+            for rank in map(str, range(ranks)):
                 command = [sys.executable, "-m", "alstlib.runs.spawn", folder]
-                started.append(start(command, env | place, out / f"log.{rank}"))
-            _wait(started, out, timeout)
+                started.append(start(command, {**env, "RANK": rank, "LOCAL_RANK": rank}, out / f"log.{rank}"))
+            while None in (codes := [process.poll() for process in started]) and not any(codes):
+                if time.monotonic() > deadline:
+                    late = [rank for rank, code in enumerate(codes) if code is None]
+                    raise RuntimeError(f"ranks {late} were not done after timeout={timeout:g} s")
+                time.sleep(POLL_SECONDS)
+            if failed := [rank for rank, code in enumerate(codes) if code]:
+                logs = [(out / f"log.{rank}").read_text(errors="replace")[-2000:] for rank in failed]
+                raise RuntimeError("\n".join([f"ranks {failed} failed; their last lines:", *logs]))
             return [pickle.loads((out / f"result.{rank}").read_bytes()) for rank in range(ranks)]
         finally:
             for process in started:
                 stop(process, run)
-
-
-def _wait(started: list[subprocess.Popen[bytes]], out: Path, timeout: float) -> None:
-    deadline, codes = time.monotonic() + timeout, [process.poll() for process in started]
-    while None in codes and not any(codes):
-        if time.monotonic() > deadline:
-            late = [rank for rank, code in enumerate(codes) if code is None]
-            raise RuntimeError(f"ranks {late} were not done after timeout={timeout:g} s")
-        time.sleep(POLL_SECONDS)
-        codes = [process.poll() for process in started]
-    failed = [rank for rank, code in enumerate(codes) if code]
-    logs = [(out / f"log.{rank}").read_text(errors="replace")[-2000:] for rank in failed]
-    if failed:
-        raise RuntimeError(f"ranks {failed} failed; their last lines:\n" + "\n".join(logs))
 
 
 def main() -> None:
@@ -83,7 +73,7 @@ def main() -> None:
     import torch.distributed as dist
 
     out, rank, world = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS") or 1)))
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     source, name, args = pickle.loads((out / "job").read_bytes())
     dist.init_process_group("gloo", init_method=f"file://{out / 'store'}", rank=rank, world_size=world)
     space: dict[str, Any] = {"__name__": "ranks"}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import functools
 import json
 import shlex
 import time
@@ -17,8 +16,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from alstlib.config import RunConfig, flat
+from alstlib.config import RunConfig, differences, flat
 from alstlib.runs import launch, locks, results
 from alstlib.runs.progress import ProgressReader, describe, first_failed, time_left
 from alstlib.runs.results import Json
@@ -27,7 +27,7 @@ from alstlib.tables import console, listed
 from alstlib.units import format_seconds, format_tokens
 
 FAILED = (*(s for s in results.STATUSES if s not in results.FINISHED), "interrupted", "unreadable")
-"""States that `alst run --retry error` repeats."""
+"""States of a row that failed."""
 EXIT = (
     "Exit status: 0 when all rows are finished; 1 when a row failed or was interrupted; 3 when rows are running or not "
     "yet run; 2 when the command was refused."
@@ -65,41 +65,35 @@ def look(folder: Path, config: RunConfig | None, sweep: Json | None = None) -> R
     events = ProgressReader(folder / "progress.jsonl").read()
     last = events[-1] if events else {}
     began = events[0]["time"] if events else running.get("row_since", now)
-    row = functools.partial(Row, row=folder.name, folder=folder, step=last.get("step"), steps=last.get("steps"))
+
+    def row(state: str, what: str = "", **times: Any) -> Row:
+        return Row(row=folder.name, folder=folder, state=state, what=what, step=last.get("step"),
+                   steps=last.get("steps"), **times)  # fmt: skip
+
     if locks.holder(folder) is not None or running.get("row") == folder.name:
         what = describe(last, now) or "starting"
-        return row(state="running", what=what, seconds=now - began, left_seconds=time_left(last, now))
+        return row("running", what, seconds=now - began, left_seconds=time_left(last, now))
     said = describe({**last, "eta_seconds": None}) or "its start"
-    cut_off = row(state="interrupted", what=f"ended without a result, after: {said}")
+    cut_off = row("interrupted", f"ended without a result, after: {said}")
     try:
         result = results.read_result(folder / "result.json")
     except FileNotFoundError:
-        return cut_off if (folder / "config.json").exists() else row(state="never run")
+        return cut_off if (folder / "config.json").exists() else row("never run")
     except (OSError, ValueError) as e:
-        return row(state="unreadable", what=str(e))
+        return row("unreadable", str(e))
     ended = datetime.datetime.fromisoformat(result["finished"]).timestamp()
-    current = config is None or launch.finished(config, folder) is not None
-    if events and int(began) > ended and not current:
+    stale = config is not None and launch.finished(config, folder) is None
+    if stale and events and int(began) > ended:
         return cut_off
     took = ended - began if events and began <= ended else None
-    if config and not current and result["status"] in results.FINISHED:
-        return row(state="stale", what=f"{result['status']} {_stale(result, config)}", seconds=took)
-    return row(state=result["status"], what=_ended(result), seconds=took)
-
-
-def _ended(result: Json) -> str:
-    """A line: what was measured, or why it failed."""
+    if config and stale and result["status"] in results.FINISHED:
+        now_set = flat(config.to_dict())
+        changed = differences(flat(result["config"]), now_set, now_set)
+        why = f"with {', '.join(changed)}" if changed else f"at another commit, {result['git']['sha']:.10}"
+        return row("stale", f"{result['status']} {why}", seconds=took)
     length, seconds = result["metrics"].get("seq_len"), results.step_seconds(result["metrics"])
-    measured = [f"{format_tokens(length)} tokens"] if length else []
-    measured += [f"{format_seconds(seconds)} for each step"] if seconds else []
-    return results.why(result).partition("\n")[0] or ", ".join(measured)
-
-
-def _stale(result: Json, config: RunConfig) -> str:
-    """Why a result is not that of today."""
-    then, now = flat(result["config"]), flat(config.to_dict())
-    changed = [f"{n}={then.get(n)!r} (now {now.get(n)!r})" for n in {**now, **then} if then.get(n) != now.get(n)]
-    return f"with {', '.join(changed)}" if changed else f"at another commit, {str(result['git'].get('sha'))[:10]}"
+    measured = f"{format_tokens(length)} tokens, {format_seconds(seconds)} for each step" if seconds and length else ""
+    return row(result["status"], results.why(result).partition("\n")[0] or measured, seconds=took)
 
 
 # Sweeps
@@ -122,10 +116,6 @@ class Sweep:
     next: Mapping[str, str]
     """Commands to type next, each with its reason."""
 
-    def exit_status(self) -> int:
-        failed, unfinished = (set(self.counts) & {*states} for states in (FAILED, ("running", "stale", "never run")))
-        return 1 if failed else 3 if unfinished else 0
-
 
 def look_at(source: Path, out: str | Path | None = None) -> Sweep:
     """A sweep by its spec or by its folder; without a spec, what the folder holds: runs, or the files of one."""
@@ -134,8 +124,7 @@ def look_at(source: Path, out: str | Path | None = None) -> Sweep:
     if spec:
         rows = [look(folder / name, config, holder) for name, config in spec.rows.items()]
     else:
-        runs = [folder] if _is_run(folder) else filter(_is_run, sorted(folder.glob("*/")))
-        rows = [look(path, None) for path in runs]
+        rows = [look(path, None) for path in (folder, *sorted(folder.glob("*/"))) if _is_run(path)]
     return Sweep(
         name=spec.name if spec else folder.resolve().name, folder=folder, spec=spec.path if spec else None,
         holder=holder, problem=problem, counts=Counter(row.state for row in rows), rows=rows,
@@ -148,20 +137,17 @@ def _is_run(folder: Path) -> bool:
 
 
 def _following(folder: Path, spec: Spec | None, rows: Sequence[Row], holder: Json | None) -> dict[str, str]:
-    def typed(verb: str, *flags: str) -> str:
-        return spec.typed(verb, *flags) if spec else shlex.join(["alst", verb, shown(folder), *flags])
+    def typed(verb: str) -> str:
+        return spec.typed(verb) if spec else shlex.join(["alst", verb, shown(folder)])
 
-    failed, states = [row for row in rows if row.state in FAILED], {row.state for row in rows}
-    log = failed[0].log() if failed else None
-    runs, reported = spec and not holder, any((row.folder / "result.json").exists() for row in rows)
-    possible = (
-        (log, shlex.join(["less", shown(log or folder)]), "see why the first of them failed"),
-        (runs and failed, typed("run", "--retry", "error"), "repeat what failed"),
-        (runs and states & {"stale", "never run"}, typed("run"), "run all that is not finished"),
-        ("running" in states, shlex.join(["watch", "-n", "5", typed("status")]), "follow the progress"),
-        (reported, typed("report"), "see the table and write a page"),
-    )
-    return {command: why for when, command, why in possible if when}
+    failed, following = [row for row in rows if row.state in FAILED], {}
+    if failed and (log := failed[0].log()):
+        following[shlex.join(["less", shown(log)])] = "see why the first of them failed"
+    if spec and not holder and any(row.state not in results.FINISHED for row in rows):
+        following[typed("run")] = "run all that is not finished"
+    if any((row.folder / "result.json").exists() for row in rows):
+        following[typed("report")] = "see the table and write a page"
+    return following
 
 
 # What people read
@@ -169,14 +155,12 @@ def _following(folder: Path, spec: Spec | None, rows: Sequence[Row], holder: Jso
 
 def show(sweep: Sweep) -> None:
     """Print a table of the rows, and the commands that follow."""
-    print(f"{sweep.name}: {len(sweep.rows)} row{'s' * (len(sweep.rows) != 1)} in {shown(sweep.folder)}")
+    print(f"{sweep.name}: {len(sweep.rows)} rows in {shown(sweep.folder)}")
     if sweep.holder:
         print(f"run by {locks.describe(sweep.holder)}, at {sweep.holder.get('row', 'its start')}")
-    if sweep.problem:
-        print(sweep.problem)
+    print(sweep.problem)
     times = ("" if row.seconds is None else format_seconds(row.seconds) for row in sweep.rows)
     rows = [[row.row, row.state, seconds, row.what] for row, seconds in zip(sweep.rows, times)]
-    print()
     console().print(listed(["row", "state", "time", ""], rows))
     for command, why in sweep.next.items():
         print(f"next: {command}   # {why}")
@@ -202,5 +186,5 @@ def status(args: argparse.Namespace) -> int:
         console(width=1000).print(listed(["sweep", "rows", "next"], rows))  # a command that is cut cannot be typed
     else:
         print(f"there are no runs below {launch.default_home() / launch.OUT}; start some with: alst run SPEC")
-    codes = {sweep.exit_status() for sweep in found}
-    return next((code for code in (1, 3) if code in codes), 0)
+    states = {state for sweep in found for state in sweep.counts} - {*results.FINISHED}
+    return 1 if states & {*FAILED} else 3 if states else 0

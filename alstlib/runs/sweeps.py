@@ -92,7 +92,7 @@ class Spec:
 
 
 def load_spec(
-    path: str | os.PathLike[str], out: str | os.PathLike[str] | None = None, *, as_run: bool = False, nodes: int = 1,
+    path: Path, out: str | Path | None = None, *, as_run: bool = False, nodes: int = 1,
     changes: Json | None = None,
 ) -> Spec:  # fmt: skip
     """Read and check a spec.
@@ -144,7 +144,7 @@ def _read(path: Path) -> SpecFile:
         raise ValueError(f"the spec {shown(path)} does not exist; {nearest_path(path)}")
     try:
         spec = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
+    except yaml.YAMLError as e:
         raise ValueError(f"the spec {path} cannot be read: {e}") from e
     if not isinstance(spec, dict):
         raise ValueError(f"the spec {path} must be a mapping with the keys name, notebook, base and rows")
@@ -173,18 +173,8 @@ def check_parameters(notebook: Path, names: Iterable[str]) -> None:
     """Refuse names that the notebook's parameters cell lacks (papermill itself only warns)."""
     import papermill
 
-    try:
-        known = papermill.inspect_notebook(str(notebook))
-    except Exception:  # of whatever file it is; its text is nobody's here
-        raise ValueError(f"notebook={str(notebook)!r} is not a Jupyter notebook that can be read") from None
+    known = papermill.inspect_notebook(str(notebook))
     check_names(names, known, f"parameter of {notebook.name}", RunConfig.elsewhere())
-
-
-def select(spec: Spec, rows: str | None) -> list[str]:
-    """The rows named in a list with commas; all without one."""
-    names = rows.split(",") if rows else list(spec.rows)
-    check_names(names, spec.rows, "row")
-    return names
 
 
 # A sweep's folder
@@ -226,9 +216,10 @@ def opened(source: Path, out: str | Path | None) -> tuple[Path, Spec | None, str
         return spec.out, spec, ""
     if out:
         raise ValueError(f"--out {out} needs a spec, and {source} is a folder")
+    if (name := read_record(source).get("spec")) is None:
+        return source, None, ""
     try:
-        name = read_record(source).get("spec")
-        return source, name and load_spec(source.resolve() / name, source, as_run=True), ""
+        return source, load_spec(source.resolve() / name, source, as_run=True), ""
     except ValueError as e:
         return source, None, f"its spec cannot be read, so it is not known which rows are stale: {e}"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import math
@@ -13,7 +12,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,11 @@ import psutil
 
 from alstlib.planner import devices
 from alstlib.runs.processes import DEADLINE_VARIABLE, RUN_ID_VARIABLE, start
+from alstlib.runs.results import Json, write_json
 from alstlib.sizing import cores
 
 AGENT = "alstlib.train.agent"
-AGENT_LOG, LAUNCHER_LOG = "agent.log", "launcher.log"
+AGENT_LOG, LAUNCHER_LOG, ATTEMPT, CONFIG = "agent.log", "launcher.log", "attempt.json", "config.json"
 RANK_VARIABLES = ("ALST_NODE_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 """Where launchers say the rank of a node. The first is for those that set none of the others."""
 SAYS = "alst-node "
@@ -85,8 +85,8 @@ class Attempt:
 
     id: str
     """Name of this attempt alone: of its logs, and of its processes by `ALST_RUN_ID`."""
-    config: Mapping[str, Any]
-    """The run's configuration, resolved."""
+    ranks: int
+    """Number of ranks on each node."""
     out: str
     worker: str
     """What every rank runs: a module, or the path of a file that ends in `.py`."""
@@ -102,16 +102,6 @@ class Attempt:
     folder: str = field(default_factory=os.getcwd)
     """Folder in which the ranks run."""
 
-    @property
-    def ranks(self) -> int:
-        """Number of ranks on each node."""
-        return int(self.config["engine"]["world_size"]) // self.nodes
-
-    @property
-    def temporary(self) -> str:
-        """How the names of folders begin in which agents and ranks have their temporary files."""
-        return f"alst-{self.id}-"
-
     def logs(self, node: int = 0) -> Path:
         """The folder of a node's logs. Its name says which rank is the first of another node (`progress.rank_of`)."""
         logs = Path(self.out, "logs", self.id)
@@ -122,46 +112,38 @@ class Attempt:
         """What agents and, on several nodes, their launcher said."""
         return self.logs() / LAUNCHER_LOG
 
-    def arguments(self, node: int, config: Path) -> list[str]:
+    def arguments(self, node: int) -> list[str]:
         """The arguments of torchrun on a node."""
-        meets = ["--nnodes", str(self.nodes), "--rdzv-endpoint", f"{self.head}:{self.port}", "--rdzv-id", self.id]
-        ranks = ["--rdzv-conf", f"rank={node}", "--nproc-per-node", str(self.ranks), "--max-restarts", "0"]
-        files = ["--log-dir", str(self.logs(node)), "--redirects", "3"]
         worker = [self.worker] if self.worker.endswith(".py") else ["-m", self.worker]
-        run = [*worker, "--config", str(config), "--out", self.out]
-        return [*meets, *ranks, *files, *run]
+        return [
+            "--nnodes", str(self.nodes), "--rdzv-endpoint", f"{self.head}:{self.port}", "--rdzv-id", self.id,
+            "--rdzv-conf", f"rank={node}", "--nproc-per-node", str(self.ranks), "--max-restarts", "0",
+            "--log-dir", str(self.logs(node)), "--redirects", "3",
+            *worker, "--config", str(self.logs() / CONFIG), "--out", self.out,
+        ]  # fmt: skip
 
-    def command(self, launcher: Sequence[str] = ()) -> list[str]:
-        """What the head runs: the agent of one node, or a launcher that starts one on each node.
-
-        An agent gets the attempt as an argument: a file in the run's folder could be an older one on other nodes,
-        because shared file systems keep what they have read. It is in base64 because some launchers hand the words to a
-        shell. What a process needs before it can read its arguments comes by `env`, because some launchers hand on no
-        variables.
-        """
-        path = import_path(os.environ.get("PYTHONPATH"))
-        variables = [f"{RUN_ID_VARIABLE}={self.id}", *([f"PYTHONPATH={path}"] if path else [])]
-        text = base64.urlsafe_b64encode(json.dumps(asdict(self)).encode()).decode()
-        return [*launcher, "env", *variables, sys.executable, "-m", AGENT, text]
-
-    def environment(self, temporary: str) -> dict[str, str]:
-        """The variables of torchrun on this node; its ranks put their temporary files into the folder `temporary`."""
-        extra = {"TMPDIR": temporary, DEADLINE_VARIABLE: str(self.deadline), **self.env}
+    def environment(self) -> dict[str, str]:
+        """The variables of torchrun on this node."""
+        extra = {DEADLINE_VARIABLE: str(self.deadline), **self.env}
         if self.nodes > 1 and "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface(self.head)):
             extra = {"GLOO_SOCKET_IFNAME": name, **extra}  # a node's own name may mean an address of the loopback
         return environment(self.id, self.ranks, extra, self.nodes)
 
-    def begin(self, launcher: Sequence[str]) -> subprocess.Popen[bytes]:
-        """Start it, on all nodes where there is a launcher."""
+    def begin(self, launcher: Sequence[str], config: Mapping[str, Any]) -> subprocess.Popen[bytes]:
+        """Start it: the agent of one node, or a launcher that starts one on each node.
+
+        Agent and ranks read files of this attempt, because shared file systems may keep an older version of a file that
+        other nodes have read. What a process needs before it can read them comes by `env`, because some launchers hand
+        on no variables.
+        """
         self.logs().mkdir(parents=True, exist_ok=True)
-        env = environment(self.id, self.ranks, self.env, self.nodes)
-        port = free_port(self.head) if launcher else 0
-        return start(replace(self, port=port).command(launcher), env, self.launcher_log)
-
-
-def read_attempt(text: str) -> Attempt:
-    """The attempt in an argument of `Attempt.command`."""
-    return Attempt(**json.loads(base64.urlsafe_b64decode(text)))
+        here = replace(self, port=free_port(self.head) if launcher else 0)
+        write_json(self.logs() / CONFIG, config)
+        (self.logs() / ATTEMPT).write_text(json.dumps(vars(here)))  # where a deadline may be infinite
+        path = import_path(os.environ.get("PYTHONPATH"))
+        variables = [f"{RUN_ID_VARIABLE}={self.id}", *([f"PYTHONPATH={path}"] if path else [])]
+        command = [*launcher, "env", *variables, sys.executable, "-m", AGENT, str(self.logs() / ATTEMPT)]
+        return start(command, environment(self.id, self.ranks, self.env, self.nodes), self.launcher_log)
 
 
 def node_rank(nodes: int, env: Mapping[str, str] = os.environ) -> int:
@@ -170,15 +152,12 @@ def node_rank(nodes: int, env: Mapping[str, str] = os.environ) -> int:
     Raises:
         ValueError: the launcher does not say, or what it says is no rank.
     """
-    given = next(((name, env[name]) for name in RANK_VARIABLES if name in env), None)
-    if given is None:
+    name = next((name for name in RANK_VARIABLES if name in env), RANK_VARIABLES[0])
+    if (value := env.get(name, "")) not in map(str, range(nodes)):
         raise ValueError(
-            f"this node does not know its rank: the launcher sets none of {', '.join(RANK_VARIABLES)}. Let it set "
-            f"{RANK_VARIABLES[0]} to 0 on the node of `alst run`, and to 1, 2, ... on the others"
+            f"{name}={value} must be the rank of this node, from 0 to {nodes - 1}. The launcher must start one process "
+            f"on each node and set one of {', '.join(RANK_VARIABLES)}: to 0 on the node of `alst run`"
         )
-    name, value = given
-    if not value.isdigit() or int(value) >= nodes:
-        raise ValueError(f"{name}={value} must be from 0 to {nodes - 1}: the launcher must start one process on a node")
     return int(value)
 
 
@@ -190,18 +169,16 @@ def free_port(head: str) -> int:
     """
     try:
         address = socket.getaddrinfo(head, 0, type=socket.SOCK_STREAM)[0]
-        local = str(address[4][0]).startswith("127.") and head != "localhost" and not head.startswith("127.")
-        if local:
-            raise ValueError(
-                f"{head} means {address[4][0]} on this node, which no other node can reach: give the address of this "
-                "node on their network with --head"
-            )
         with socket.create_server(address[4][:2], family=address[0]) as server:
-            return server.getsockname()[1]
+            own, port = server.getsockname()[:2]
     except OSError as e:
+        raise ValueError(f"--head {head}: this node cannot listen there ({e.strerror}): give another address") from e
+    if own.startswith("127.") and head != "localhost" and not head.startswith("127."):
         raise ValueError(
-            f"--head {head}: this node cannot listen there ({e.strerror}): give one of its addresses"
-        ) from e
+            f"{head} means {own} on this node, which no other node can reach: give the address of this node on their "
+            "network with --head"
+        )
+    return port
 
 
 # What the agents say to the head, in lines of the output of what it started (`alstlib.train.agent`)
@@ -210,7 +187,7 @@ LOST = ("RankKilled", "NodeLost", "NodeFailed")
 """Kinds of errors that end the ranks of other nodes too, and that their errors do not tell."""
 
 
-def read_reports(log: Path) -> list[dict[str, Any]]:
+def read_reports(log: Path) -> list[Json]:
     """All that was said so far, in this order. Launchers may put words of their own before and between the lines."""
     found = []
     with contextlib.suppress(OSError):
@@ -220,13 +197,13 @@ def read_reports(log: Path) -> list[dict[str, Any]]:
     return found
 
 
-def failures(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def failures(reports: list[Json]) -> list[Json]:
     """What the agents said whose ranks failed and were not ended by a signal: first what the others follow from."""
     failed = [report for report in reports if 0 < report.get("code", 0) < 128]
     return sorted(failed, key=lambda report: report["kind"] not in LOST)
 
 
-def lost(reports: list[dict[str, Any]]) -> list[int]:
+def lost(reports: list[Json]) -> list[int]:
     """Nodes that have started and have not said how they ended."""
     ended = {report["node"] for report in reports if "code" in report}
     return sorted({report["node"] for report in reports} - ended)
@@ -239,13 +216,13 @@ def cause(log: Path, nodes: int, ended: str) -> tuple[str, str]:
     more. It is empty where the launcher was ended because of a failure.
     """
     reports = read_reports(log)
-    names = {r["node"]: f"node {r['node']} ({r['name']})" if r["node"] >= 0 else r["name"] for r in reports}
-    failed, gone = failures(reports), [names[node] for node in lost(reports)]
+    names = {report["node"]: f"node {report['node']} ({report['name']})" for report in reports}
+    failed, gone = failures(reports)[:1], [names[node] for node in lost(reports)]
     words = [line for line in log.read_text(errors="replace").splitlines() if line.strip() and SAYS not in line][:8]
-    if ended and gone and not (failed and failed[0]["kind"] in LOST):
+    for first in failed:
+        if first["kind"] in LOST or not (ended and gone):
+            return first["kind"], f"{names[first['node']]}: {first['why']}" if nodes > 1 else first["why"]
+    if ended and gone:
         return "NodeLost", "; ".join([f"{' and '.join(gone)} ended without a word", ended, *words])
-    if failed:
-        where = f"{names[failed[0]['node']]}: " if nodes > 1 else ""
-        return failed[0]["kind"], f"{where}{failed[0]['why']}"
     missing = [f"node {node} never started" for node in range(nodes) if node not in names]
     return "LauncherFailed", "; ".join([ended, *missing, *words])

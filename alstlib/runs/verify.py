@@ -13,7 +13,6 @@ from alstlib.hf.configs import check_model
 from alstlib.planner.command import fields_of
 from alstlib.runs.results import Json
 from alstlib.runs.spawn import run_on_ranks
-from alstlib.runs.workers import check_ranks
 from alstlib.tables import console, listed
 from alstlib.units import parse_quantity
 
@@ -28,38 +27,15 @@ WORDS = {"exact": "equal", "wrong": "differs"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `alst verify`."""
-    parser.add_argument(
-        "model",
-        help="a name on the Hugging Face hub, a folder, a config.json, or a built-in shape; the weights are not read",
-    )
-    parser.add_argument(
-        "--sp",
-        type=int,
-        default=2,
-        help="the number of ranks that share each sample (default: 2); one rank is tried too",
-    )
-    parser.add_argument(
-        "--chunk", type=parse_quantity, metavar="TOKENS", help="run each layer in chunks of this many tokens"
-    )
-    parser.add_argument(
-        "--block", type=parse_quantity, metavar="TOKENS",
-        help="run the whole model in blocks of this many tokens (`block_step`)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--offload", action="store_true", default=None, help="keep activation checkpoints in the host's memory"
-    )
-    parser.add_argument("--attention", metavar="KERNEL", help="the attention kernel, which must run on a CPU")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="FIELD=VALUE",
-        help="set a field of alstlib.Options, such as --set offload=sync; may be given several times",
-    )  # fmt: skip
-    parser.add_argument(
-        "--config", action="append", default=[], metavar="FIELD=VALUE",
-        help="set a field of the model's config, such as attn_pdrop=0; may be given several times",
-    )  # fmt: skip
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that comes with the model")
-    parser.add_argument("--force", action="store_true", help="start many more ranks than cores, too")
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    add = parser.add_argument
+    add("model", help="a name on the Hugging Face hub, a folder, a config.json, or a built-in shape")
+    add("--sp", type=int, default=2, help="the number of ranks that share each sample (default: 2)")
+    add("--block", type=parse_quantity, metavar="TOKENS", help="run the whole model in blocks of this many tokens")
+    for flag, example in {"--set": "alstlib.Options, such as chunk=16K", "--config": "the model's config"}.items():
+        text = f"set a field of {example}; may be given several times"
+        add(flag, action="append", default=[], metavar="FIELD=VALUE", help=text)
+    add("--trust-remote-code", action="store_true", help="run the code that comes with the model")
+    add("--json", action="store_true", help="print JSON, for programs")
 
 
 WORKER = "alstlib.measure.verify"
@@ -74,18 +50,14 @@ def on_rank(worker: str, question: Json) -> Json:
 
 def verify(args: argparse.Namespace) -> int:
     """The command; its exit status is EXIT's."""
-    if args.sp < 1:
-        raise ValueError(f"sp={args.sp} must be at least 1")
-    if not args.force:
-        check_ranks(args.sp, 1, 0, "sp")
-    options = {n: v for n in ("chunk", "block", "offload", "attention") if (v := getattr(args, n)) is not None}
+    options = {**({"block": args.block} if args.block else {}), **fields_of(args.set, "--set")}
     question = {
-        "model": args.model, "sp": args.sp, "options": options | fields_of(args.set, "--set"),
-        "config": fields_of(args.config, "--config"), "trust_remote_code": args.trust_remote_code,
+        "model": args.model, "sp": args.sp, "options": options, "config": fields_of(args.config, "--config"),
+        "trust_remote_code": args.trust_remote_code,
     }  # fmt: skip
     check_model(args.model)
     if not args.json:
-        ranks = f"{args.sp} CPU rank{'s' * (args.sp > 1)}"
+        ranks = f"{args.sp} CPU ranks"
         print(f"{args.model}: a step of a small model on {ranks} is compared with plain transformers", flush=True)
     began = time.monotonic()
     try:
@@ -114,46 +86,41 @@ def together(ranks: Sequence[Json]) -> Json:
 
 def verdict(answer: Json) -> tuple[str, str]:
     """In a word, and why."""
-    if "failed" in answer:
-        return "fails", answer["failed"]
-    if "refused" in answer:
-        return "refused", answer["refused"]
-    first = {case["result"]: case for case in reversed(answer["cases"])}
-    if case := first.get("refused") or first.get("not built") or first.get("crash"):
+    for word, key in (("fails", "failed"), ("refused", "refused")):
+        if key in answer:
+            return word, answer[key]
+    cases = answer["cases"]
+    for case in cases:
         if case["result"] == "crash" and not case["reason"].startswith("ValueError: "):  # those refuse a call
             return "fails", f"sp {case['sp']}, {case['sample']}: {case['reason']}"
-        return "refused", case["reason"].removeprefix("ValueError: ")
-    if "wrong" in first:
-        count = sum(case["result"] == "wrong" for case in answer["cases"])
-        return "differs", f"{count} of {len(answer['cases'])} cases; first {said(first['wrong'])}"
-    worst = max(max(case["loss"], case["gradient"]) for case in answer["cases"])
+        if case["result"] not in WORDS:
+            return "refused", case["reason"].removeprefix("ValueError: ")
+    wrong = [case for case in cases if case["result"] == "wrong"]
+    if wrong:
+        text = "in {module} ({kind}): its {what} is off by {error:.1e} of its norm"
+        first = text.format(**wrong[0]["first"]) if wrong[0]["first"] else wrong[0]["reason"]
+        return "differs", f"{len(wrong)} of {len(cases)} cases; first {first}"
+    worst = max(max(case["loss"], case["gradient"]) for case in cases)
     return "equal", f"loss and every gradient are those of plain transformers, to {worst:.1e}"
-
-
-def said(case: Json) -> str:
-    """What is wrong in a case: in which module, where that is known."""
-    text = "in {module} ({kind}): its {what} is off by {error:.1e} of its norm"
-    return text.format(**case["first"]) if case["first"] else case["reason"]
 
 
 def show(answer: Json) -> None:
     """Print the answer for people."""
-    about = []
+    about = [["options", _said(answer["options"])]]
     if small := answer.get("small"):
-        (found, whole), (heads, kv_heads) = small["layer_kinds"], small["heads"]
-        about.append(["shrunk", ", ".join(f"{name} {a} -> {b}" for name, (a, b) in small["changes"].items())])
-        kinds = f"{found} of {whole} kinds of layers in their order"
-        about.append(["kept", f"{kinds}, {heads} query and {kv_heads} key/value heads, all other fields"])
-    options = (f"{name} {value}" for name, value in answer["options"].items())
-    about.append(["options", ", ".join(options) or "as by default"])
-    tiles = (f"{name} {here}" for name, (_, here) in answer.get("tiles", {}).items())
-    about.append(["in tokens here", ", ".join(tiles)])
+        about += [
+            ["shrunk", _said({name: f"{a} -> {b}" for name, (a, b) in small["changes"].items()})],
+            ["in tokens here", _said({name: here for name, (_, here) in answer["tiles"].items()})],
+        ]
     notes = [note for one in (answer, *answer["cases"]) for note in one.get("notes", ())]
     about += [["note", note] for note in dict.fromkeys(re.sub(r"^layer \d+:? ", "", note) for note in notes)]
     cases = []
     for case in answer["cases"]:
         numbers = [f"{case[name]:.1e}" if name in case else "" for name in ("loss", "gradient")]
         cases.append([str(case["sp"]), case["sample"], WORDS.get(case["result"], case["result"]), *numbers])
-    console().print(listed(["", ""], about), "")
-    console().print(listed(["sp", "sample", "", "loss", "gradients"], cases))
+    console().print(listed(["", ""], about), "", listed(["sp", "sample", "", "loss", "gradients"], cases))
     print(f"{answer['verdict']}: {answer['reason']} ({answer['seconds']:.0f} s)")
+
+
+def _said(fields: Json) -> str:
+    return ", ".join(f"{name} {value}" for name, value in fields.items()) or "as by default"

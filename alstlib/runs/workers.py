@@ -4,23 +4,23 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from alstlib.config import RunConfig, value_of
 from alstlib.hf.configs import check_model
 from alstlib.hf.public_models import SHAPES
-from alstlib.options import check_names, plain_value
+from alstlib.options import plain_value
 from alstlib.planner import preflight
-from alstlib.runs import packages
 from alstlib.sizing import cores
 
 ABLATION, FINETUNE = "alstlib.train.ablation", "alstlib.train.finetune"
 TRAINING = (ABLATION, FINETUNE)
 """Workers that train the model of a configuration: what the planner predicts is about them."""
+
+LIBRARIES = {ABLATION: ("deepspeed",), FINETUNE: ("trl", "peft", "accelerate")}
+"""Packages without which a worker does not start. They are not imported here: that would take seconds."""
 
 ONLY = {
     FINETUNE: (
@@ -68,9 +68,9 @@ def check(run: RunConfig, worker: str) -> None:
             raise ValueError(
                 f"{name}={plain_value(value)!r} is a field of the worker {other}, but this run's worker is {worker}"
             )
-    if worker == FINETUNE:
-        _check_libraries(run)
-    packages.check(run, fine_tuning=worker == FINETUNE)
+    if missing := [name for name in LIBRARIES[worker] if importlib.util.find_spec(name) is None]:
+        raise ValueError(f"{worker} needs {', '.join(missing)}: pip install 'alstlib[train,trainer]'")
+    _check_fine_tuning(run)
     check_model(run.model.name)
 
 
@@ -82,9 +82,8 @@ def _secrets(fields: Mapping[str, Any]) -> Iterator[str]:
             yield from _secrets(value)
 
 
-def check_ranks(ranks: int, nodes: int, gpus: int, given: str = "engine.world_size") -> None:
-    """Refuse to start many more ranks, on so many nodes, than this machine has cores; `gpus` are those of a node, and
-    `given` is what the number was given as.
+def check_ranks(ranks: int, nodes: int, gpus: int) -> None:
+    """Refuse to start many more ranks, on so many nodes, than this machine has cores; `gpus` are those of a node.
 
     Raises:
         ValueError: it names the most ranks.
@@ -92,48 +91,24 @@ def check_ranks(ranks: int, nodes: int, gpus: int, given: str = "engine.world_si
     each, most = ranks // nodes, RANKS_OF_A_CORE * cores()
     if not gpus and each > most:
         raise ValueError(
-            f"{given}={ranks} would start {each:,} processes on a machine with {cores()} cores; give at most "
+            f"engine.world_size={ranks} would start {each:,} processes on a machine with {cores()} cores; give at most "
             f"{most * nodes}. force=True (--force) runs it all the same"
         )
 
 
-def _check_libraries(run: RunConfig) -> None:
-    if missing := [name for name in ("trl", "peft", "accelerate") if importlib.util.find_spec(name) is None]:
-        raise ValueError(f"fine-tuning needs {', '.join(missing)}: pip install 'alstlib[trainer]'")
-    for name in run.optim.trainer:
+def _check_fine_tuning(run: RunConfig) -> None:
+    for name, value in run.optim.trainer.items():
         if name in OURS:
-            raise ValueError(
-                f"optim.trainer={{{name!r}: {run.optim.trainer[name]!r}}} is set by alstlib: give {OURS[name]} instead"
-            )
-    if known := [*_fields("trl", "trainer/sft_config.py", "trainer/base_config.py"),
-                 *_fields("transformers", "training_args.py")]:  # fmt: skip
-        check_names(run.optim.trainer, known, "field of SFTConfig in optim.trainer")
-    _check_adapter(run)
+            raise ValueError(f"optim.trainer={{{name!r}: {value!r}}} is set by alstlib: give {OURS[name]} instead")
     if run.optim.trainer.get("push_to_hub") and not run.output.save_to:
         raise ValueError(
             "optim.trainer={'push_to_hub': True} needs output.save_to, the folder where the model is saved first"
         )
-
-
-def _check_adapter(run: RunConfig) -> None:
-    if known := list(_fields("peft", "tuners/lora/config.py", "config.py")):
-        check_names(run.model.lora or {}, known, "field of LoraConfig in model.lora")
     if run.model.lora is not None and run.output.save_to and run.model.name in SHAPES and not run.output.merge_lora:
         raise ValueError(
             f"model={run.model.name!r} has random weights, and an adapter saved without them is of no use: give "
             "output.merge_lora=True, which saves both"
         )
-
-
-def _fields(package: str, *files: str) -> Iterator[str]:
-    """Fields of the dataclasses in these files of a package, which is not imported: that would take seconds."""
-    spec: Any = importlib.util.find_spec(package)
-    for file in files:
-        path = Path(spec.submodule_search_locations[0], file)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if path.is_file() else ():
-            if isinstance(node, ast.ClassDef):
-                found = (n.target for n in node.body if isinstance(n, ast.AnnAssign))
-                yield from (target.id for target in found if isinstance(target, ast.Name))
 
 
 def outlook(run: RunConfig, worker: str, gpus: int, nodes: int = 1) -> str:

@@ -7,7 +7,6 @@ peak stays within the device budget (`search.py`), and then trains at that lengt
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import statistics
@@ -20,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import alstlib
-from alstlib.config import RunConfig
+from alstlib.config import RunConfig, Search
 from alstlib.contrib.sparse import Sparse, select_pages
 from alstlib.data.samples import SampleOrder, collate, make_samples
 from alstlib.hf import models
@@ -31,6 +30,7 @@ from alstlib.measure.search import Trials, longest_that_fits
 from alstlib.mesh import accelerator
 from alstlib.offload.ledger import Ledger, ran_out
 from alstlib.runs.progress import Pace, Progress, ProgressReader
+from alstlib.runs.results import Json
 from alstlib.runs.workers import ABLATION
 from alstlib.train.engine import host_tensors, initialize, take_step
 from alstlib.train.resume import of_first
@@ -71,7 +71,7 @@ class AblationRun(Training):
         self.ledger = Ledger(self.device, [self.handle.store], None if run.search else budget)
         self.known = Trials(of_first(ProgressReader(self.progress.path).read() if run.search else [], self.device))
 
-    def _collate(self, samples: Any) -> dict[str, Any]:
+    def _collate(self, samples: Any) -> Json:
         batch = collate(samples)
         self.check_tokens(int(batch["input_ids"].max()))
         return batch
@@ -94,7 +94,7 @@ class AblationRun(Training):
             batches, self.ctx, run.optim.accumulation, replicated=sp == 1 and self.ctx.sp > 1, device=self.device
         )
 
-    def steps(self, seq_len: int, loader: Any, numbers: range, event: str = "trial") -> Iterator[dict[str, Any]]:
+    def steps(self, seq_len: int, loader: Any, numbers: range, event: str = "trial") -> Iterator[Json]:
         """Train these optimizer steps at this length; yields loss, seconds, valid tokens and wire bytes of each."""
         run, batches, took = self.run, iter(loader), []
         for step in numbers:
@@ -137,25 +137,13 @@ class AblationRun(Training):
             return known
         self.progress.emit("search", row=self.run.row, seq_len=seq_len, message="a trial of the search")
         self.ledger.start()
-        with self._noting(seq_len):
-            self._trial(seq_len, 1)
+        self.length = seq_len
+        self._trial(seq_len, 1)
         peak = max(self.gather(self.ledger.device_peak))[0]
         self.progress.emit("tried", row=self.run.row, seq_len=seq_len, peak=peak, message="tried")
         return peak
 
-    @contextlib.contextmanager
-    def _noting(self, seq_len: int) -> Iterator[None]:
-        """Any rank whose memory runs out in a search notes the length: the launcher starts another process, which tries
-        shorter ones."""
-        try:
-            yield
-        except BaseException as e:
-            if self.run.search and ran_out(e):
-                everyone = Progress(self.progress.path)
-                everyone.emit("tried", row=self.run.row, seq_len=seq_len, peak=None, message="memory ran out")
-            raise
-
-    def measure(self, seq_len: int) -> dict[str, Any]:
+    def measure(self, seq_len: int) -> Json:
         """Train the run's steps: on a CPU, memory and budget are watched in the first `WATCHED`. Time is taken in those
         after, or where there are none in the last."""
         run, handle, ranks = self.run, self.handle, self.ctx.world_size
@@ -167,8 +155,7 @@ class AblationRun(Training):
         tokens, begun = self.tokens_per_step(seq_len), states.begun
         left = (run.optim.steps - begun) * tokens // seq_len
         self.samples.lengthen(self.order.seen + left)  # after a step of other groups
-        for message in (*states.notes, f"step {begun + 1} of {run.optim.steps}, which warms up"):
-            self.say(message, seq_len=seq_len)
+        self.say(f"step {begun + 1} of {run.optim.steps}, which warms up", seq_len=seq_len)
         numbers, own = range(begun + 1, run.optim.steps + 1), []
         for number, step in zip(numbers, self.steps(seq_len, loader, numbers, "step")):
             for name, value in step.items():
@@ -179,17 +166,19 @@ class AblationRun(Training):
             self.order.seen += tokens // seq_len
             states.after_step(self.order, number, max(own[-10:]), made)
         timed = own[watched:] or made["step_seconds"][-1:]
-        untimed = [] if own[watched:] else [WATCHED_TIME if own else NO_STEP]
         seconds = statistics.median(timed)
         flos = models.flos(seq_len, tokens, **self.flops)
-        devices, hosts = zip(*self.gather(self.ledger.device_peak, self.ledger.host_peak))
-        predicted = self.predicted(ABLATION, self.ctx, seq_len)
+        self.notes += [*states.notes, *self.samples.notes()]
+        if not own[watched:]:
+            self.notes.append(WATCHED_TIME if own else NO_STEP)
+        measured, predicted = self.measured(self.ledger, handle), self.predicted(ABLATION, self.ctx, seq_len)
         if planned := predicted.get("allocated_bytes"):  # by how much it is above what the allocator says
-            said = {"allocated": max(devices)}
+            said = {"allocated": max(measured["device_peak_bytes"])}
             if (here := accelerator(self.device)) is not None:
                 said["reserved"] = here.max_memory_reserved(self.device)
             predicted |= {f"{name}_percent": 100 * (planned / nbytes - 1) for name, nbytes in said.items()}
         return {
+            **measured,
             "predicted": predicted,
             "seq_len": seq_len,
             "tokens_per_step": tokens,
@@ -197,28 +186,29 @@ class AblationRun(Training):
             "step_seconds": timed,
             "loss": made["loss"],
             "valid_tokens": made["valid_tokens"],
-            "device_peak_bytes": list(devices),
-            "host_peak_bytes": list(hosts),
             "wire_bytes": made["wire_bytes"][-1],
             "flos": flos,
             "tflops": {name: count / seconds / ranks / 1e12 for name, count in flos.items()},
             "mfu": None,
-            "backend": handle.attention.backend_name,
             "attention_kept": handle.plan.attention_kept,
             "inputs_kept_every": handle.plan.inputs_kept_every,
             "kv_on_host": handle.plan.kv_on_host,
-            "notes": [*states.notes, *handle.notes, *self.samples.notes(), *untimed],
         }
 
-    def __call__(self) -> dict[str, Any]:
-        length = max(self.run.data.seq_len, self.ctx.sp)
+    def __call__(self) -> Json:
+        self.length = max(self.run.data.seq_len, self.ctx.sp)
         tried: list[tuple[int, int]] = []
-        with self.ledger:
-            self.ledger.mark_host(host_tensors(self.engine, self.run))
-            if self.run.search:
-                length, tried = self._search(length)
-            with self._noting(length):
-                metrics = self.measure(length)
+        try:
+            with self.ledger:
+                self.ledger.mark_host(host_tensors(self.engine, self.run))
+                if self.run.search:
+                    self.length, tried = self._search(self.run.search)
+                metrics = self.measure(self.length)
+        except BaseException as e:
+            if self.run.search and ran_out(e):  # on any rank: the launcher starts other processes, for shorter lengths
+                everyone = Progress(self.progress.path)
+                everyone.emit("tried", row=self.run.row, seq_len=self.length, peak=None, message="memory ran out")
+            raise
         if self.run.search:
             lost = self.known.lost
             metrics["tried"] = [{"seq_len": n, "device_peak_bytes": None if n in lost else p} for n, p in tried]
@@ -226,16 +216,15 @@ class AblationRun(Training):
                 metrics["notes"].append("the measured step took more than the budget, which two others kept")
         return metrics
 
-    def _search(self, length: int) -> tuple[int, list[tuple[int, int]]]:
-        """The longest length that fits the budget, from a first one, and all that were tried with their peaks."""
-        assert self.run.search is not None
-        granule, budget = self.run.search.granule, self.budget
+    def _search(self, search: Search) -> tuple[int, list[tuple[int, int]]]:
+        """The longest length that fits the budget, from the run's own, and all that were tried with their peaks."""
+        granule, budget = search.granule, self.budget
         if budget is None:
             raise ValueError(
                 "search=True needs limits.device_memory, the memory budget of each rank that decides what fits"
             )
         self._trial(granule, 3)  # ZeRO-3 prefetches from what these have read
-        found = longest_that_fits(self.peaks, budget, granule, start=length, limit=self.run.search.max)
+        found = longest_that_fits(self.peaks, budget, granule, start=self.length, limit=search.max)
         length, tried = found.length, found.tried
         while length > granule and (again := self.peaks(length)) > budget:
             tried.append((length, again))  # peaks of one length vary a little: at the edge it must fit twice

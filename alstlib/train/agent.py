@@ -18,7 +18,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import traceback
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,8 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from alstlib.planner import devices
-from alstlib.runs import results, torchrun
-from alstlib.runs.processes import ask_where, oom_kills, signal_with_parent
+from alstlib.runs import torchrun
+from alstlib.runs.processes import ask_where, signal_with_parent
 from alstlib.runs.progress import root_cause
 from alstlib.sizing import cores
 
@@ -94,36 +93,34 @@ def take_part(attempt: torchrun.Attempt) -> int:
             say(code=1, kind="NodeFailed", why=str(e))
             return 1
     say()
-    signal.signal(signal.SIGUSR1, lambda *_: say(stopped=ask_where(attempt.id)))
+    signal.signal(signal.SIGUSR1, lambda *_: ask_where())
     signal.signal(signal.SIGUSR2, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     signal_with_parent(signal.SIGTERM)  # the launcher's process on this node
     os.chdir(attempt.folder)
-    with tempfile.TemporaryDirectory(prefix=attempt.temporary, ignore_cleanup_errors=True) as temporary:
-        config, logs = Path(temporary, "config.json"), attempt.logs(rank)
-        results.write_json(config, dict(attempt.config))
-        logs.mkdir(parents=True, exist_ok=True)
-        with open(logs / torchrun.AGENT_LOG, "ab") as log:
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
-        variables, kills = attempt.environment(temporary), oom_kills()
-        os.environ.clear()
-        os.environ.update(variables)
-        end: dict[str, Any] = {"code": 1, "kind": "NodeFailed"}
-        try:
-            run.main(["--rdzv-backend", BACKEND, *numa_binding(), *attempt.arguments(rank, config)])
-            end = {"code": 0}
-        except SignalException as e:
-            end = {"code": 128 + e.sigval}
-        except ChildFailedError as e:
-            traceback.print_exc()
-            end["kind"], end["why"] = root_cause(e.failures, logs, oom_kills(kills))
-        except Exception as e:
-            traceback.print_exc()
-            end["why"] = f"{type(e).__name__}: {e}"
-        say(**end)
-        return int(end["code"])
+    logs = attempt.logs(rank)
+    logs.mkdir(exist_ok=True)
+    with open(logs / torchrun.AGENT_LOG, "ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    variables = attempt.environment()
+    os.environ.clear()
+    os.environ.update(variables)
+    end: dict[str, Any] = {"code": 1, "kind": "NodeFailed"}
+    try:
+        run.main(["--rdzv-backend", BACKEND, *numa_binding(), *attempt.arguments(rank)])
+        end = {"code": 0}
+    except SignalException as e:
+        end = {"code": 128 + e.sigval}
+    except ChildFailedError as e:
+        traceback.print_exc()
+        end["kind"], end["why"] = root_cause(e.failures, logs)
+    except Exception as e:
+        traceback.print_exc()
+        end["why"] = f"{type(e).__name__}: {e}"
+    say(**end)
+    return int(end["code"])
 
 
 if __name__ == "__main__":
     rendezvous_handler_registry.register(BACKEND, _create)
-    sys.exit(take_part(torchrun.read_attempt(sys.argv[1])))
+    sys.exit(take_part(torchrun.Attempt(**json.loads(Path(sys.argv[1]).read_text()))))

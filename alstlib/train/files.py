@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import metadata as meta
 from torch.distributed.checkpoint import planner as plans
 from torch.distributed.checkpoint.storage import WriteResult
 
-from alstlib.runs.results import replace_text, write_json
+from alstlib.runs.results import Json, replace_text, write_json
 
 SCHEMA_VERSION = 5
 STATE, CHECKSUM = "state.json", "state.checksum"
@@ -58,7 +58,7 @@ class Writer(checkpoint.FileSystemWriter):
         self.common, self.mine = copy.deepcopy((common, mine))  # as they are now: the training goes on
         super().__init__(folder.with_name(f"{folder.name}.tmp"), per_thread_copy_ahead=0)
 
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def stage(self, state_dict: Json) -> Json:
         """The tensors as they are given: they are copies already, or this rank waits."""
         return state_dict
 
@@ -98,7 +98,7 @@ def _checksum(path: Path) -> str:
         return hashlib.file_digest(content, "blake2b").hexdigest()
 
 
-def read_state(folder: Path) -> tuple[Path, dict[str, Any]]:
+def read_state(folder: Path) -> tuple[Path, Json]:
     """The folder of the newest state, and its state.json.
 
     Raises:

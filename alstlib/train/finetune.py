@@ -22,23 +22,28 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, PeftModel
 from transformers import TrainerCallback
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from trl import SFTConfig, SFTTrainer
 
 import alstlib
-from alstlib.config import EQUAL, RunConfig
+from alstlib.config import EQUAL, RunConfig, differences
 from alstlib.data.corpus import get_tokenizer, load_corpus
 from alstlib.data.samples import Account
 from alstlib.hf.loading import load_on_first, place
 from alstlib.hf.models import load_model, put_liger
 from alstlib.hf.zero_config import engine_config
 from alstlib.offload.ledger import Ledger
+from alstlib.options import check_names
 from alstlib.runs import locks, results
 from alstlib.runs.progress import Pace
+from alstlib.runs.results import Json
 from alstlib.runs.workers import FINETUNE
 from alstlib.train import operators
 from alstlib.train.engine import count, host_tensors, reserve_adam_state
 from alstlib.train.files import move_aside
-from alstlib.train.resume import differences, ended, ending, fields, finished, of_first, seconds_to_save
+from alstlib.train.resume import ended, ending, fields, finished, of_first, seconds_to_save
 from alstlib.train.worker import Training, run_worker, wait_for
 
 MOST_LOST = 0.01
@@ -56,11 +61,11 @@ def engine_of(run: RunConfig, gpu: bool) -> str:
     return "ddp" if not gpu else "fsdp2" if run.engine.fsdp else f"zero{run.engine.zero_stage}"
 
 
-def settings(run: RunConfig, engine: str, bf16: bool, folder: Path, deepspeed: dict[str, Any]) -> dict[str, Any]:
+def settings(run: RunConfig, engine: str, bf16: bool, folder: Path, deepspeed: Json) -> Json:
     """Fields of SFTConfig: those that follow from the run's, and those in `trainer`, which win. Of DeepSpeed's
     configuration the Trainer decides the optimizer, batches and clipping."""
     every, optim = run.output.checkpoint_every, run.optim
-    made: dict[str, Any] = {
+    made: Json = {
         "output_dir": str(folder), "max_length": run.data.seq_len, "packing": run.data.packed, "bf16": bf16,
         "per_device_train_batch_size": run.data.batch_size, "per_device_eval_batch_size": run.data.batch_size,
         "gradient_accumulation_steps": optim.accumulation, "learning_rate": optim.learning_rate, "seed": optim.seed,
@@ -81,45 +86,58 @@ def settings(run: RunConfig, engine: str, bf16: bool, folder: Path, deepspeed: d
     return {**made, **run.optim.trainer}
 
 
-class FineTune(Training):
-    """One rank of a fine-tuning."""
+class SPTrainer(alstlib.TrainerMixin, SFTTrainer):
+    pass
+
+
+class FineTune(Training, TrainerCallback):
+    """One rank of a fine-tuning. As a callback of its trainer it tells of steps and evaluations, and takes times,
+    tokens and the peaks of memory."""
 
     def __init__(self, run: RunConfig, out: Path) -> None:
         super().__init__(run, out)
+        check_names(run.optim.trainer, SFTConfig.__dataclass_fields__, "field of SFTConfig in optim.trainer")
+        check_names(run.model.lora or {}, LoraConfig.__dataclass_fields__, "field of LoraConfig in model.lora")
         self.engine = engine_of(run, self.gpu)
-        if self.engine == "ddp" and self.bf16:
-            raise ValueError("dtype='bf16' needs a GPU: on a CPU fine-tuning is in fp32 (dtype='auto')")
-        self.notes = [] if self.gpu else [ON_CPU]
+        if self.engine == "ddp":
+            self.notes.append(ON_CPU)
+            if self.bf16:
+                raise ValueError("dtype='bf16' needs a GPU: on a CPU fine-tuning is in fp32 (dtype='auto')")
         data, others = self._documents()
         # of data that are tokens only the padding token is needed
         self.tokenizer = self.tokenizer or get_tokenizer("stdlib-bpe", vocab_size=min(self.vocabulary, 8192))
         self.checkpoint, notes = of_first(None if self.rank else self._last_checkpoint(), self.device)
         self.notes += notes
         self.trainer = self._trainer(data, others)
-        self.watch = Watch(self)
-        self.trainer.add_callback(self.watch)
+        self.trainer.add_callback(self)
+        self.ledger = Ledger(self.device, budget=run.limits.device_memory)
+        self.seconds: list[float] = []
+        self.tokens: list[int] = []
+        self.ending: type[Exception] | None = None
+        """Why the training ends before its last step."""
+        self.saving = seconds_to_save(self.trainer.model)
+        """Seconds that a checkpoint takes: guessed before the first."""
+        self.evaluated = 0
+        """Batches that the evaluation which runs has done."""
 
     def _documents(self) -> tuple[Any, Any]:
         """Documents to train on and to evaluate on as token ids and labels."""
-        run, others = self.run, None
-        made = self._tokens(self.corpus, run.data.name)
+        run, made = self.run, self._tokens(self.corpus, self.run.data.name)
+        if run.data.eval is None:
+            return made, None
         if isinstance(run.data.eval, str):
-            others = self._tokens(load_corpus(run.data.eval), run.data.eval)
-        elif run.data.eval is not None:
-            if len(made) < 2:
-                raise ValueError(f"data.eval={run.data.eval} keeps back a share of '{run.data.name}', one document")
-            parts = made.train_test_split(test_size=run.data.eval, seed=run.optim.seed)
-            made, others = parts["train"], parts["test"]
-        return made, others
+            return made, self._tokens(load_corpus(run.data.eval), run.data.eval)
+        parts = made.train_test_split(test_size=run.data.eval, seed=run.optim.seed)
+        return parts["train"], parts["test"]
 
     def _tokens(self, corpus: Any, name: str) -> Any:
-        limit, rows = self.run.data.seq_len, len(corpus)
-        self.say(f"tokenizing {rows:,} documents of '{name}'")
+        limit, rows, of = self.run.data.seq_len, len(corpus), f" of '{name}'"
+        self.say(f"tokenizing {rows:,} documents{of}")
         pace = Pace(self.say, f"tokenizing '{name}'", rows)
         split = self.run.optim.trainer.get("packing_strategy") in ("bfd_split", "wrapped")
-        account = Account(self.tokenizer, f" of '{name}'", None if split else limit)
+        account = Account(self.tokenizer, of, None if split else limit)
 
-        def tokens(row: dict[str, Any], number: int) -> dict[str, Any]:
+        def tokens(row: Json, number: int) -> Json:
             pace(number + 1)
             document = account(row, number)
             self.check_tokens(int(document.ids.max(initial=0)))
@@ -133,23 +151,16 @@ class FineTune(Training):
         lost, left_out = len(account.useless), account.note(" and are left out")
         if lost > MOST_LOST * rows and not self.run.data.allow_dropped:
             raise ValueError(
-                f"{lost} of {rows} rows of '{name}' ({lost / rows:.1%}) would be left out, more than {MOST_LOST:.0%}: "
-                "mend them, or leave them out with data.allow_dropped: true (alst run --set data.allow_dropped=true). "
-                f"{left_out}"
+                f"{lost} of {rows} rows{of} ({lost / rows:.1%}) would be left out, more than {MOST_LOST:.0%}: mend them, "
+                f"or leave them out with data.allow_dropped: true (alst run --set data.allow_dropped=true). {left_out}"
             )
         self.notes += [left_out] if lost else []
         if not split and (long := sum(size > limit for size in sizes)):
             how = "with packed=True, trainer={'packing_strategy': 'bfd_split'} cuts nothing off"
-            self.notes.append(f"{long} of {rows} rows of '{name}' were cut at {limit:,} tokens; {how}")
+            self.notes.append(f"{long} of {rows} rows{of} were cut at {limit:,} tokens; {how}")
         return made
 
     def _trainer(self, data: Any, others: Any) -> Any:
-        from peft import LoraConfig
-        from trl import SFTConfig, SFTTrainer
-
-        class SPTrainer(alstlib.TrainerMixin, SFTTrainer):
-            pass
-
         run = self.run
         self.say(f"loading {run.model.name}")
         unplaced = load_on_first(run, self.dtype, self.device)
@@ -179,38 +190,36 @@ class FineTune(Training):
         folder.mkdir(parents=True, exist_ok=True)
         results.write_json(folder / "run.json", fields(self.run))
         # what is cut off lacks the file that is written last
-        whole = [file.parent for file in folder.glob("checkpoint-*/trainer_state.json")]
-        if not whole:
+        steps = [int(file.parent.name[11:]) for file in folder.glob("checkpoint-*/trainer_state.json")]
+        if not steps:
             return None, notes
-        last = max(whole, key=lambda checkpoint: int(checkpoint.name.rpartition("-")[2]))
+        last = folder / f"checkpoint-{max(steps)}"
         return str(last), [*notes, f"continued from {last.name}"]
 
     # ----- training
 
-    def __call__(self) -> dict[str, Any]:
-        trainer, watch = self.trainer, self.watch
+    def __call__(self) -> Json:
+        trainer = self.trainer
         self.say("starting the Trainer" + (f" from {self.checkpoint}" if self.checkpoint else ""))
         try:
             trainer.train(resume_from_checkpoint=self.checkpoint)
         finally:
-            watch.ledger.close()
-        state = trainer.state
-        if watch.ending is not None:
-            raise ended(watch.ending, self.run, state.global_step, self.out / "checkpoints")
-        return self._metrics(state.log_history)
+            self.ledger.close()
+        if self.ending is not None:
+            raise ended(self.ending, self.run, trainer.state.global_step, self.out / "checkpoints")
+        return self._metrics(trainer.state.log_history)
 
-    def _metrics(self, history: list[dict[str, Any]]) -> dict[str, Any]:
-        run, trainer, watch = self.run, self.trainer, self.watch
-        first = WATCHED if len(watch.seconds) > WATCHED else 0
-        seconds, tokens = watch.seconds[first:], watch.tokens[first:]
-        devices, hosts = zip(*self.gather(watch.ledger.device_peak, watch.ledger.host_peak))
-        handle = trainer.handle
+    def _metrics(self, history: list[Json]) -> Json:
+        run, trainer = self.run, self.trainer
+        first = WATCHED if len(self.seconds) > WATCHED else 0
+        seconds, tokens = self.seconds[first:], self.tokens[first:]
         parameters = list(trainer.model.parameters())
 
         def logged(name: str, of: str = "loss") -> list[Any]:
             return [line[name] for line in history if of in line]
 
         return {
+            **self.measured(self.ledger, trainer.handle),
             "predicted": self.predicted(FINETUNE, trainer.ctx, run.data.seq_len),
             "seq_len": run.data.seq_len,
             "tokens_per_step": round(statistics.median(tokens)) if tokens else None,
@@ -221,14 +230,10 @@ class FineTune(Training):
             "learning_rate": logged("learning_rate"),
             "eval_loss": logged("eval_loss", of="eval_loss"),
             "eval_steps": logged("step", of="eval_loss"),
-            "device_peak_bytes": list(devices),
-            "host_peak_bytes": list(hosts),
             "engine": self.engine,
             "parameters": count(parameters),
             "trained_parameters": count(p for p in parameters if p.requires_grad),
             "saved_to": run.output.save_to,
-            "backend": handle.attention.backend_name,
-            "notes": [*self.notes, *handle.notes],
         }
 
     def finish(self) -> None:
@@ -243,56 +248,38 @@ class FineTune(Training):
 
     def _merge(self, adapter: Path) -> None:
         """Save the model with the adapter in its weights. It is read anew, because an engine may have cut it up."""
-        from peft import PeftModel
-        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
         unset_hf_deepspeed_config()
         self.say(f"merging the adapter, to {self.run.output.save_to}")
         merged: Any = PeftModel.from_pretrained(load_model(self.run, self.dtype), str(adapter))
         merged.merge_and_unload().save_pretrained(self.run.output.save_to)
         self.tokenizer.save_pretrained(self.run.output.save_to)
 
-
-class Watch(TrainerCallback):
-    """Tells of steps and evaluations; takes times, tokens and the peaks of memory."""
-
-    def __init__(self, job: FineTune) -> None:
-        self.job = job
-        self.seconds: list[float] = []
-        self.tokens: list[int] = []
-        self.ledger = Ledger(job.device, budget=job.run.limits.device_memory)
-        self.ending: type[Exception] | None = None
-        """Why the training ends before its last step."""
-        self.saving = seconds_to_save(job.trainer.model)
-        """Seconds that a checkpoint takes: guessed before the first."""
-        self.evaluated = 0
-        """Batches that the evaluation which runs has done."""
+    # ----- what the trainer calls
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        job, self.started = self.job, time.perf_counter()
-        self.ledger.stores = [job.trainer.handle.store]  # the model is attached by now
+        self.started = time.perf_counter()
+        self.ledger.stores = [self.trainer.handle.store]  # the model is attached by now
         self.ledger.__enter__()
-        engine = getattr(job.trainer, "deepspeed", None)
+        engine = getattr(self.trainer, "deepspeed", None)
         if engine is not None and isinstance(getattr(engine.optimizer, "optimizer", None), torch.optim.AdamW):
             reserve_adam_state(engine)
-            self.ledger.mark_host(host_tensors(engine, job.run))
+            self.ledger.mark_host(host_tensors(engine, self.run))
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self.began, self.seen = time.perf_counter(), self.job.trainer._total_train_tokens
+        self.began, self.seen = time.perf_counter(), self.trainer._total_train_tokens
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        job = self.job
-        wait_for(job.device)
+        wait_for(self.device)
         self.ended = time.perf_counter()
         self.seconds.append(self.ended - self.began)
-        self.tokens.append(job.trainer._total_train_tokens - self.seen)
-        if len(self.seconds) == WATCHED and not job.gpu:
+        self.tokens.append(self.trainer._total_train_tokens - self.seen)
+        if len(self.seconds) == WATCHED and not self.gpu:
             self.ledger.close()
         if state.global_step >= state.max_steps:
-            control.should_evaluate = control.should_evaluate or job.run.data.eval is not None
-        elif job.run.output.checkpoint_every:
+            control.should_evaluate = control.should_evaluate or self.run.data.eval is not None
+        elif self.run.output.checkpoint_every:
             needs = 1.2 * max(self.seconds[-10:]) + 2 * self.saving + 1
-            self.ending = ending(job.out, needs, job.device)
+            self.ending = ending(self.out, needs, self.device)
             if self.ending:
                 control.should_save = control.should_training_stop = True
         if not control.should_log:
@@ -305,7 +292,7 @@ class Watch(TrainerCallback):
         batches = len(given["eval_dataloader"])
         self.evaluated = self.evaluated % batches + 1
         if self.evaluated == 1:
-            self.pace = Pace(self.job.say, "evaluating", batches)
+            self.pace = Pace(self.say, "evaluating", batches)
         self.pace(self.evaluated)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
@@ -319,8 +306,8 @@ class Watch(TrainerCallback):
 
     def _tell(self, state: Any, **fields: Any) -> None:
         usual = (time.perf_counter() - self.started) / len(self.seconds)  # with evaluations and checkpoints
-        self.job.progress.emit(
-            "step", row=self.job.run.row, seq_len=self.job.run.data.seq_len, step=state.global_step,
+        self.progress.emit(
+            "step", row=self.run.row, seq_len=self.run.data.seq_len, step=state.global_step,
             steps=state.max_steps, eta_seconds=(state.max_steps - state.global_step) * usual,
             tokens_per_second=self.tokens[-1] / self.seconds[-1], **fields,
         )  # fmt: skip

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from alstlib.config import RunConfig, flat
+from alstlib.config import RunConfig, differences, flat
 from alstlib.mesh import gather_text
 from alstlib.planner.preflight import SLOW_DISK
 from alstlib.runs import results
 from alstlib.runs.processes import WARNED, seconds_left
+from alstlib.runs.results import Json
 from alstlib.train.engine import count
 
 
@@ -49,14 +50,9 @@ def of_first(answer: Any, device: Any) -> Any:
     return json.loads(gather_text(json.dumps(answer), device)[0])
 
 
-def fields(run: RunConfig) -> dict[str, Any]:
+def fields(run: RunConfig) -> Json:
     """A run's fields by their names with the group, as JSON gives them back."""
     return json.loads(json.dumps(flat(run.to_dict())))
-
-
-def differences(then: Mapping[str, Any], now: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """In words, under which of these names the two say different things."""
-    return [f"{n}={then.get(n)!r} (here {now.get(n)!r})" for n in names if then.get(n) != now.get(n)]
 
 
 def finished(out: Path, run: RunConfig, names: Iterable[str]) -> bool:

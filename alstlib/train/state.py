@@ -24,12 +24,13 @@ import torch.distributed as dist
 from torch.distributed import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
-from alstlib.config import EQUAL, RunConfig
+from alstlib.config import EQUAL, RunConfig, differences
 from alstlib.mesh import accelerator, gather_text
 from alstlib.offload.host_store import host_available
+from alstlib.runs.results import Json
 from alstlib.train.files import SCHEMA_VERSION, OtherState, Writer, check, move_aside, read_state, states_in
 from alstlib.train.pieces import HeldState
-from alstlib.train.resume import differences, ended, ending, fields, finished, of_first, seconds_to_save
+from alstlib.train.resume import ended, ending, fields, finished, of_first, seconds_to_save
 
 
 class RunStates:
@@ -135,7 +136,7 @@ class RunStates:
 
     # Continuing
 
-    def resume(self, loader: Any) -> dict[str, Any]:
+    def resume(self, loader: Any) -> Json:
         """Put engine and loader where an earlier attempt was; returns the `history` that it saved."""
         output, found, begins = self.run.output, None, "output.resume_from"
         again = finished(self.out, self.run, (*EQUAL, "optim.steps", begins))
@@ -157,7 +158,7 @@ class RunStates:
         loader.load_state_dict(found["loader"])
         return found["history"] or {}
 
-    def load(self, folder: Path, *equal: str) -> dict[str, Any]:
+    def load(self, folder: Path, *equal: str) -> Json:
         """Put a saved state into the engine, from any number of ranks, at any sp and under any ZeRO stage.
 
         A collective. Everything is checked before the engine is touched.

@@ -19,6 +19,7 @@ from alstlib.config import RunConfig
 from alstlib.data.corpus import get_tokenizer, has_tokenizer, load_corpus
 from alstlib.data.formats import only_tokens
 from alstlib.hf.models import model_config
+from alstlib.hf.public_models import SHAPES
 from alstlib.mesh import SPContext, accelerator, gather_text, join, join_fake, own_device, take_device
 from alstlib.offload.ledger import ran_out
 from alstlib.planner import devices
@@ -26,9 +27,9 @@ from alstlib.planner.fits import known_only
 from alstlib.planner.machine import machine_of
 from alstlib.planner.preflight import as_metrics, foretell, step_limit
 from alstlib.runs import results, workers
-from alstlib.runs.packages import tokenizer_name
 from alstlib.runs.processes import answer_where, die_with_parent
 from alstlib.runs.progress import Progress
+from alstlib.runs.results import Json
 from alstlib.train.resume import Timeout, Warned, of_first
 
 LONGEST_SECONDS = 30 * 86400.0
@@ -41,20 +42,17 @@ def this_device() -> tuple[torch.device, bool]:
     Raises:
         ValueError: the driver has GPUs that PyTorch cannot use: the run would train on the CPU instead.
     """
-    if (device := own_device()).type != "cpu":
-        return device, True
-    # a GPU of NVIDIA's, which the driver lists without PyTorch
-    if torch.version.cuda and (listed := devices.device_count()):
+    device = own_device()
+    if device.type == "cpu" and torch.version.cuda and (listed := devices.device_count()):  # by the driver alone
         try:
             why: Any = torch.cuda.init()
         except (RuntimeError, AssertionError) as e:
             why = e
         raise ValueError(
-            f"the driver lists {listed} GPU{'s' if listed > 1 else ''}, but PyTorch {torch.__version__} can use none "
-            f"({why}): update the driver, or install PyTorch for a CUDA that this driver knows (env/README.md); "
-            "CUDA_VISIBLE_DEVICES='' trains on the CPU"
+            f"the driver lists {listed} GPUs, but PyTorch {torch.__version__} can use none ({why}): update the driver, "
+            "or install PyTorch for a CUDA that it knows (env/README.md). CUDA_VISIBLE_DEVICES='' trains on the CPU"
         )
-    return device, False
+    return device, device.type != "cpu"
 
 
 def node_count(ranks: int) -> int:
@@ -88,6 +86,7 @@ class Job:
         self.bf16 = run.bf16(self.gpu)
         self.dtype = torch.bfloat16 if self.bf16 else torch.float32
         self.progress = Progress(out / "progress.jsonl", self.rank)
+        self.notes: list[str] = []
 
     def say(self, message: str, **fields: Any) -> None:
         self.progress.emit("load", row=self.run.row, message=message, **fields)
@@ -96,7 +95,17 @@ class Job:
         """Every rank's `values`, in the order of ranks."""
         return [json.loads(text) for text in gather_text(json.dumps(values), self.device)]
 
-    def predicted(self, worker: str, ctx: SPContext, seq_len: int) -> dict[str, Any]:
+    def measured(self, ledger: Any, handle: Any) -> Json:
+        """What every worker's result has: peaks of each rank, the attention kernel and notes."""
+        devices, hosts = zip(*self.gather(ledger.device_peak, ledger.host_peak))
+        return {
+            "device_peak_bytes": list(devices),
+            "host_peak_bytes": list(hosts),
+            "backend": handle.attention.backend_name,
+            "notes": [*self.notes, *handle.notes],
+        }
+
+    def predicted(self, worker: str, ctx: SPContext, seq_len: int) -> Json:
         """What the planner says of this run, for comparison with the measurement."""
         gpus = ctx.world_size if self.gpu else 0
         if why := workers.unpredicted(self.run, worker, gpus):
@@ -131,10 +140,11 @@ class Training(Job):
 
     def _tokenizer(self) -> Any:
         """The run's tokenizer; None where the data are tokens already."""
-        run, name = self.run, tokenizer_name(self.run)
-        own = name != run.data.tokenizer  # the model's
-        if run.data.tokenizer == "auto" and only_tokens(self.corpus) and not (own and has_tokenizer(name)):
+        run, auto = self.run, self.run.data.tokenizer == "auto"
+        own = auto and run.model.name not in SHAPES  # the model's
+        if auto and only_tokens(self.corpus) and not (own and has_tokenizer(run.model.name)):
             return None
+        name = run.model.name if own else run.data.tokenizer
         corpus, size = None if run.data.name == "stdlib" else self.corpus, min(self.vocabulary, 8192)
         return get_tokenizer(name, corpus=corpus, vocab_size=size, trust=run.model.trust_remote_code)
 
@@ -168,9 +178,8 @@ def run_worker(doc: str | None, job: Callable[[RunConfig, Path], Any]) -> None:
         join_fake(run.emulate)
     else:
         world = int(os.environ["WORLD_SIZE"])
-        resolved = run.replace(engine={"world_size": world, "sp": run.engine.sp or world})
         with known_only():
-            patience = step_limit(resolved, node_count(world), 0 if device.type == "cpu" else world)[0]
+            patience = step_limit(run, node_count(world), 0 if device.type == "cpu" else world)[0]
         join(device, min(patience, LONGEST_SECONDS) + 60)  # the launcher ends the run before, and says why
     work(run, args.out, job)
     dist.barrier()
@@ -185,14 +194,15 @@ def work(run: RunConfig, out: Path, job: Callable[[RunConfig, Path], Any]) -> No
 
     Writes result.json, and raises what went wrong after that.
     """
-    here = accelerator(own_device())
-    device = "cpu" if here is None else here.get_device_name()
-    mode, ranks = ("emulated", 1) if run.emulate else ("real", dist.get_world_size())
-    metrics: dict[str, Any] = {}
+    here, ranks = accelerator(own_device()), 1 if run.emulate else dist.get_world_size()
+    metrics: Json = {}
 
     def write(status: str, **error: Any) -> None:
-        about: Any = {"device": device, "device_count": ranks, "mode": mode, "metrics": metrics, "error": error}
-        results.write_result(out / "result.json", results.new_result(run, status, **about))
+        result = results.new_result(
+            run, status, mode="emulated" if run.emulate else "real", metrics=metrics, error=error,
+            device="cpu" if here is None else here.get_device_name(), device_count=ranks,
+        )  # fmt: skip
+        results.write_result(out / "result.json", result)
 
     try:
         working = job(run, out)
@@ -201,10 +211,10 @@ def work(run: RunConfig, out: Path, job: Callable[[RunConfig, Path], Any]) -> No
             working.finish()
     except BaseException as e:
         kinds: dict[type, str] = {Timeout: "timeout", Warned: "cancelled"}
-        status = "oom" if ran_out(e) else kinds.get(type(e), "error")
         if claim(out):
             shared = isinstance(e, ValueError | OSError)  # of settings, data and files: every rank raises it
             whose = {} if ranks == 1 or shared else {"rank": dist.get_rank()}
+            status = "oom" if ran_out(e) else kinds.get(type(e), "error")
             write(status, type=type(e).__name__, message=str(e), **whose)
         raise
     if run.emulate or dist.get_rank() == 0:

@@ -72,7 +72,6 @@ H100 = rates_of("H100")
     ({"links": [4e11] * 7 + [2e10]}, "link: rank 7 on node-a sends to rank 0 on node-a at 20 GB/s"),
     ({"from_host_not_pinned": [49e9] * 8}, "pinned memory is no faster than other memory"),
     ({"places": ["node-a 0/1", *["node-a 0/0"] * 7]}, "NUMA: rank 0's GPU is at node 0 and its cores are at"),
-    ({"host_memory": 400 * GIB}, "host memory: 50.00 GiB for each GPU is less than the GPU's own 79.00 GiB"),
     ({"overheads": {"context": 30 * GIB, "nccl": 0}}, "device memory: 30.00 GiB are in use before any"),
 ])  # fmt: skip
 def test_what_looks_wrong_is_named(changes, says):

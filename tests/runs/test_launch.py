@@ -8,7 +8,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,7 @@ from cases import READS_PROC, by_own_names, make_file, wait_for
 
 from alstlib.config import RunConfig, row_config
 from alstlib.planner import devices, preflight
-from alstlib.runs import launch, processes, progress, results, torchrun
+from alstlib.runs import launch, locks, processes, progress, results, torchrun
 from alstlib.runs.cluster import JOB_END_VARIABLE, MARGIN_SECONDS
 from alstlib.runs.progress import ProgressReader
 
@@ -125,8 +124,6 @@ def test_ranks_get_a_clean_environment(finished_run):
         assert env.items() >= {**want, "RANK": str(rank)}.items()
         assert not {"1", "x"} & {env["MASTER_PORT"], env["TORCHELASTIC_RUN_ID"]}
         assert not {"PET_NNODES", "MPLBACKEND"} & env.keys()
-        assert Path(env["TMPDIR"]).parent == Path(tempfile.gettempdir())
-        assert not Path(env["TMPDIR"]).exists(), "ranks leave files there"
         assert env["ALST_RUN_ID"].startswith(result["run_id"])
 
 
@@ -175,7 +172,9 @@ def test_a_rank_that_is_stopped_ends_the_run_within_the_limit_and_is_named(tmp_p
     *_, last = (e["time"] for e in events if e["event"] == "step")
     ended = (tmp_path / "result.json").stat().st_mtime
     assert ended - last < 30 + processes.GRACE_SECONDS, "SIGTERM waits for SIGCONT"
-    assert "; rank 1: stopped (SIGSTOP, or a debugger); rank 0: in " in e.value.result["error"]["message"]
+    message = e.value.result["error"]["message"]
+    assert "; rank 0: in main (fake_worker.py, " in message
+    assert "; rank 1: gave no answer (stopped, " in message
     assert not processes_of(tmp_path)
 
 
@@ -214,8 +213,6 @@ def test_torchrun_that_is_ended_from_outside(tmp_path, number):
     assert result["status"] == "cancelled"
     assert result["error"]["message"] == f"torchrun was ended by signal {int(number)}"
     assert not processes_of(tmp_path)
-    (attempt,) = (tmp_path / "logs").iterdir()
-    assert not list(Path(tempfile.gettempdir()).glob(f"alst-{attempt.name}*"))
 
 
 def test_the_notebook_refuses_unknown_names_in_two_lines(tmp_path):
@@ -265,9 +262,9 @@ def test_progress_that_a_full_disk_does_not_take_is_dropped_with_a_warning():
 
 @pytest.mark.parametrize("engine, gpus, nodes, found", [
     ({"sp": 0}, 0, 1, (2, 2)), ({"sp": 0}, 8, 4, (32, 32)),
-    ({"sp": 3}, 0, 1, r"sp=3 does not divide engine.world_size=2; use engine.sp=2, or engine.world_size=3"),
-    ({"world_size": 3}, 0, 2, "world_size=3 ranks do not divide evenly over 2 nodes; nearest: 4"),
-    ({"world_size": 9}, 8, 1, r"world_size=9 needs more GPUs than there are \(8 on each node\)"),
+    ({"sp": 3}, 0, 1, "engine.sp=3 does not divide world_size=2: use sp=2, or world_size=3"),
+    ({"world_size": 3}, 0, 2, "world_size=3 ranks do not divide evenly over 2 nodes with no GPUs each; nearest: 4"),
+    ({"world_size": 9}, 8, 1, "world_size=9 ranks do not divide evenly over 1 nodes with 8 GPUs each; nearest: 8"),
 ])  # fmt: skip
 def test_resolve(monkeypatch, engine, gpus, nodes, found):
     with_gpus(monkeypatch, gpus)
@@ -331,14 +328,6 @@ def test_reader_returns_whole_lines_once(tmp_path):
         assert reader.read() == events
 
 
-def test_a_callback_that_fails_is_dropped(tmp_path):
-    run = launch._Run(fake("ok"), tmp_path, on_progress=lambda event: 1 / 0)
-    with pytest.warns(UserWarning, match="on_progress failed"):
-        run.follow()  # that it starts
-    run.say("load", "")
-    run.follow()
-
-
 def test_one_line_says_it_all():
     event = {"row": "alst", "seq_len": 3072, "step": 1, "steps": 3, "tokens_per_second": 1234.5, "loss": 2.25}
     line = progress.describe({**event, "eta_seconds": 75, "message": "searching"})
@@ -349,8 +338,8 @@ def test_log_tail_fits_and_starts_with_the_first_traceback(tmp_path):
     for rank, text in enumerate(("x" * 5000, "y" * 5000 + "\nTraceback (most recent call last):\nBoom", "")):
         make_file(tmp_path / f"id/attempt_0/{rank}/stderr.log", text)
     tail = progress.log_tail(tmp_path)
-    assert tail.startswith("--- rank 1, stderr ---\n")
-    assert [part in tail for part in ("Boom", "rank 0", "rank 2")] == [True, True, False]
+    assert tail.startswith("--- id/attempt_0/1/stderr.log ---\n")
+    assert [part in tail for part in ("Boom", "attempt_0/0", "attempt_0/2")] == [True, True, False]
     assert 2500 < len(tail) <= 4000
 
 
@@ -397,11 +386,11 @@ def test_ranks_are_told_the_time_limit(tmp_path, monkeypatch, timeout, job, seco
         monkeypatch.setenv(JOB_END_VARIABLE, str(time.time() + job))
     with pytest.raises(OSError, match="not now"):
         launch.launch(RunConfig(limits={"timeout": timeout}), tmp_path)
-    attempt = torchrun.read_attempt(start.call_args.args[0][-1])
-    deadline = float(attempt.environment("/nowhere")["ALST_DEADLINE"])
+    attempt = torchrun.Attempt(**locks.read_object(Path(start.call_args.args[0][-1])))
+    deadline = float(attempt.environment()["ALST_DEADLINE"])
     assert deadline == pytest.approx(time.time() + seconds, abs=60)
     told = ProgressReader(tmp_path / "progress.jsonl").read()[0]
-    assert (told["event"], "the time limit is" in told["message"]) == ("start", timeout != 0)
+    assert (told["event"], "no time limit" in told["message"]) == ("start", timeout == 0)
 
 
 @pytest.mark.parametrize("what, status", [("shrink", "ok"), ("stuck", "oom")])

@@ -80,7 +80,7 @@ def test_a_notebook_has_one_display_updated_once_a_second(clock, monkeypatch, ca
     assert 9 <= len(shown) <= 11
     clock.now += 30
     show.tick()  # nothing new, but time passes
-    assert re.fullmatch(r"[━╸ ]+ r  step 99/200  29.9 s left", shown[-1])
+    assert shown[-1] == "r  step 99/200  29.9 s left"
     show(ENDS)
     assert shown[-1] == "r  ok"
     assert capsys.readouterr().out == ""
@@ -111,7 +111,7 @@ print("next")
     frames = [re.sub(r"\x1b\[[?\d;]*\w|\r", "", frame) for frame in said.decode().split("\x1b[2K")]  # wipes a line
     first, second, *_, last = (frame for frame in frames if frame)
     assert re.sub(r"\s", "", first) == "r" + "m" * 100  # a line that is too long is folded
-    assert re.fullmatch(r"[━╸╺ ]+ r  step 1/2  \[bold\]short *", second)
+    assert second.strip() == "r  step 1/2  [bold]short"
     assert [line.rstrip() for line in last.splitlines()] == ["r  ok", "next"]
     assert said.count(b"\x1b[?25h") >= said.count(b"\x1b[?25l") > 0, "the cursor is shown again"
 
@@ -149,12 +149,11 @@ def test_a_folder_has_one_holder_who_is_named(tmp_path, monkeypatch):
     me = f"process {os.getpid()}"
     with locks.hold(tmp_path) as note:
         note(row="alst")
-        with pytest.raises(ValueError, match=f"in use by another run: {me} since 20"), locks.hold(tmp_path):
+        with pytest.raises(ValueError, match=f"in use by another run: {me} on .* since 20"), locks.hold(tmp_path):
             pass
         about = locks.holder(tmp_path)
         assert about["row"] == "alst"
-        since = locks.describe({**about, "since": "2026-01-31T12:00:00+01:00", "host": "node7"})
-        assert since == f"{me} on node7 since 2026-01-31 12:00:00+01:00"
+        assert locks.describe({**about, "since": "noon", "host": "node7"}) == f"{me} on node7 since noon"
     assert locks.holder(tmp_path) is None
     with locks.hold(tmp_path):  # what an earlier one noted is gone
         assert locks.holder(tmp_path).keys() == {"pid", "host", "since"}
@@ -184,23 +183,6 @@ with locks.hold(Path(sys.argv[1])):
     assert ran.stderr.strip().splitlines()[-1] == "LookupError: the first error"
 
 
-def test_a_dead_process_holds_nothing(tmp_path):
-    code = """
-import sys, time
-from pathlib import Path
-from alstlib.runs import locks
-with locks.hold(Path(sys.argv[1])):
-    print(flush=True)
-    time.sleep(60)
-"""
-    with subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, cwd=REPOSITORY) as child:
-        child.stdout.readline()
-        assert locks.holder(tmp_path)["pid"] == child.pid
-        child.kill()
-    with locks.hold(tmp_path):
-        pass
-
-
 DUMP = """Thread 0x00007f2 (most recent call first):
   File "/usr/lib/python3/threading.py", line 1 in wait
 
@@ -226,10 +208,10 @@ def test_after_a_timeout_the_rank_that_others_wait_for_comes_first(tmp_path):
     writer.emit("step", step=7, steps=9)
     writer.emit("load", message="saving")
     ranks(WAITS, WAITS, READS, "")
-    last, read = "the last step was 7 of 9; ", "rank 2: in read (prefetch.py, line 60)"
-    assert where() == f"{last}{read}; rank 3: gave no answer (not started, or hanging in a driver or on a disk)"
-    stopped = "stopped (SIGSTOP, or a debugger); "
-    assert where([1, 3]) == f"{last}rank 1: {stopped}rank 3: {stopped}{read}"
+    says = (
+        "the last step was 7 of 9; rank 2: in read (prefetch.py, line 60); rank 3: gave no answer (stopped, not started"
+    )
+    assert where().startswith(says)
     ranks(*[WAITS] * 4)
     assert where().count(": waited in _all_reduce (loader.py, line 190)") == 4
 
@@ -247,26 +229,17 @@ def failed(*ended, error_file=""):
     return failures
 
 
-BY_SIGKILL = (1, 1), (2, -9), (0, -15)
-
-
-@pytest.mark.parametrize("ended, kills, kind, says", [
-    (((2, -15), (0, -15), (1, 1)), 0, "RankKilled", "rank 2 was ended by SIGTERM (from outside the run)"),
-    (((1, -6), (0, -15), (2, 1)), 0, "RankFailed", "rank 1 ended with exit status -6"),
-    (((1, 1), (0, -15), (2, -9, 30)), 0, "RankFailed", "rank 1 ended with exit status 1"),
-    (((1, 1), (2, 3, -5), (0, -15)), 0, "RankFailed", "rank 2 ended with exit status 3"),
-    (((1, -11), (2, -9), (0, -15)), 0, "RankKilled", "rank 1 was ended by SIGSEGV (a crash in compiled code)"),
-    (BY_SIGKILL, 2, "RankKilled",
-     "rank 2 was ended by SIGKILL: the host ran out of memory, and its kernel ended 2 processes"),
-    (BY_SIGKILL, 0, "RankKilled",
-     "rank 2 was ended by SIGKILL (as the kernel does when the host's memory runs out, "
-     "but this host's kernel counts none during the run; else a person or a scheduler)"),
-    (BY_SIGKILL, None, "RankKilled",
-     "rank 2 was ended by SIGKILL (as the kernel does when the host's memory runs out; else a person or a scheduler)"),
+@pytest.mark.parametrize("ended, kind, says", [
+    (((2, -15), (0, -15), (1, 1)), "RankKilled", "rank 2 was ended by SIGTERM (Linux sends SIGKILL where the host's"),
+    (((1, -6), (0, -15), (2, 1)), "RankFailed", "rank 1 ended with exit status -6"),
+    (((1, 1), (0, -15), (2, -9, 30)), "RankFailed", "rank 1 ended with exit status 1"),
+    (((1, 1), (2, 3, -5), (0, -15)), "RankFailed", "rank 2 ended with exit status 3"),
+    (((1, -11), (2, -9), (0, -15)), "RankKilled", "rank 1 was ended by SIGSEGV"),
+    (((1, 1), (2, -9), (0, -15)), "RankKilled", "rank 2 was ended by SIGKILL"),
 ])  # fmt: skip
-def test_the_rank_that_failed_first(tmp_path, ended, kills, kind, says):
+def test_the_rank_that_failed_first(tmp_path, ended, kind, says):
     """What torchrun itself ended says nothing, and a rank that aborts has lost another."""
-    found, why = progress.root_cause(failed(*ended), tmp_path, kills)
+    found, why = progress.root_cause(failed(*ended), tmp_path)
     assert (found, why[: len(says)]) == (kind, says)
 
 

@@ -65,7 +65,6 @@ def written(tmp_path_factory):
         "seq_len": 512, "tokens_per_step": 512, "step_seconds": [2.0], "loss": [3.0, 2.5, 2.25],
         "device_peak_bytes": [2**20, 3 * 2**20], "host_peak_bytes": [2**20, 2**20],
         "predicted": {"step_seconds": 1.5, "device_peak_bytes": 5 * 2**20, "host_peak_bytes": 2**21},
-        "tried": [{"seq_len": 256, "device_peak_bytes": 2**20}, {"seq_len": 512, "device_peak_bytes": 3 * 2**20}],
     }  # fmt: skip
     base = RunConfig(engine={"world_size": 2}, limits={"device_memory": "4MiB"})
     error = {"type": "Boom", "message": NASTY, "log_tail": f"the end {NASTY}"}
@@ -90,7 +89,7 @@ def test_the_page_is_well_formed_and_what_results_say_is_text(written):
 def test_nothing_is_loaded_from_elsewhere_and_links_lead_to_files(written):
     folder, page = written
     assert page.all("link") == []
-    assert len(page.all("img")) == 3
+    assert len(page.all("img")) == 1
     for image in page.all("img"):
         assert image["src"].startswith("data:image/png;base64,")
         assert len(image["alt"]) > 20
@@ -136,35 +135,33 @@ def tile_sweep(folder, sizes=(64, 256, None), **fields):
     return spec, page_of(spec.out, spec)
 
 
-def test_rows_come_in_the_specs_order_with_the_swept_field_and_those_that_never_ran(tmp_path, alst):
+def test_rows_come_in_the_specs_order_with_the_swept_field(tmp_path, alst):
     spec, page = tile_sweep(tmp_path)
-    names = ["tile-64", "tile-256", "tile-None"]
-    assert re.findall(r">(?:<a[^>]*>)?(tile-\w+)<", page.text)[:3] == names
+    names = ["tile-64", "tile-None"]
+    assert re.findall(r">(?:<a[^>]*>)?(tile-\w+)<", page.text)[:2] == names
     assert ">options.tiles<" in page.text
-    assert "1 never run" in page.said
     table = alst(f"report {spec.path} --out {spec.out}")
     for line in (
-        "| row | status | mode | options.tiles |", "| tile-64 | ok | real | 64 |", "| tile-256 | never run | - | 256 |",
+        "| row | status | mode | options.tiles |",
+        "| tile-64 | ok | real | 64 |",
         "| tile-None | ok | real | 1024 |",
-    ):  # fmt: skip
+    ):
         assert line in table
     write_record(spec)
     for shown in (table, alst(f"report {spec.out}")):  # by the record of the folder
         assert re.findall(r"\| (tile-\w+)", shown) == names
 
 
-@pytest.mark.parametrize("width, first", [(200, "tile-64 "), (60, "row ")])
-def test_a_terminal_shows_a_table_where_it_is_wide_enough(tmp_path, monkeypatch, capsys, width, first):
-    """With a line for each row, or a column for each."""
+def test_a_terminal_shows_a_column_for_each_row(tmp_path, monkeypatch, capsys):
     spec, _ = tile_sweep(tmp_path)
     capsys.readouterr()
-    rows = results.table(report.in_order(results.collect(spec.out), spec.out, spec))
+    rows = results.table(results.collect(spec.out, spec.rows))
     rows[0]["notes"] = ["a note"]
-    terminal = rich.console.Console(force_terminal=True, width=width, color_system=None, markup=False)
+    terminal = rich.console.Console(force_terminal=True, width=60, color_system=None, markup=False)
     monkeypatch.setattr(report, "console", lambda: terminal)
     report.show(rows)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[width == 200].startswith(first)
+    assert lines[0].split() == ["row", "tile-64", "tile-None"]
     assert lines[-1] == "- tile-64: a note"
 
 
@@ -196,14 +193,10 @@ def test_a_sweep_over_more_than_a_number_is_not_drawn(tmp_path, changes):
 
 
 def test_a_figure_that_fails_says_so_and_the_others_are_drawn(tmp_path, monkeypatch):
-    monkeypatch.setitem(report.FIGURES, "Losses", lambda *_: 1 / 0)
-    failed = {"seq_len": 512, "device_peak_bytes": None}
-    tried = [{"seq_len": 256, "device_peak_bytes": 2**20}, failed, failed]
-    for row in ("alst", "ours"):
-        put(tmp_path, row, seq_len=512, loss=[1.0, 0.0, 0.0], tried=tried)
-    page = page_of(tmp_path)
+    monkeypatch.setitem(report.FIGURES, "Step over the swept field", lambda *_: 1 / 0)
+    _, page = tile_sweep(tmp_path)
     assert page.open == []
-    assert len(page.all("img")) == 2  # the longest sequences, and trials of which peaks are known
+    assert len(page.all("img")) == 1
     assert "It could not be drawn: ZeroDivisionError" in page.said
 
 
@@ -228,23 +221,25 @@ def test_figures_of_many_rows_have_room_for_their_lines(drawn, recwarn, count):
     """A legend of 200 names left none: matplotlib warned that the axes had collapsed to zero."""
     found = []
     for i in range(count):
-        tried = [{"seq_len": n, "device_peak_bytes": n * (i + 9)} for n in (512, 1024)]
-        metrics = {"loss": [3.0, 2.0, 1.0 + i / count], "step_seconds": [1.0 + i], "tried": tried}
-        if count > 20:
-            metrics |= {"eval_loss": [2.5], "eval_steps": [2]}  # a point without a line
+        metrics = {
+            "loss": [3.0, 2.0, 1.0 + i / count],
+            "step_seconds": [1.0 + i],
+            "eval_loss": [2.5],
+            "eval_steps": [2],
+        }
         run = RunConfig(row=f"row-{i:03}", optim={"learning_rate": 1e-5 * (i + 1)})
         found.append({**results.new_result(run, "ok", metrics=metrics), "label": run.row})
     swept = ["Step over the swept field", "Last loss over the swept field"]
-    assert [one["title"] for one in report.figures(found)] == ["Trials of the search", *swept, "Losses"]
-    said = [str(w.message) for w in recwarn if not issubclass(w.category, ResourceWarning)]  # which others may leave
-    assert said == []
+    assert [one["title"] for one in report.figures(found)] == [*swept, "Losses"]
+    assert [
+        str(w.message) for w in recwarn if not issubclass(w.category, ResourceWarning)
+    ] == []  # others may leave those
     for figure in drawn:
         axes, *scale = figure.axes
         assert axes.get_window_extent().width > 0.6 * figure.get_window_extent().width
         ticks = [label.get_window_extent() for label in axes.get_xticklabels() if label.get_text()]
         assert all(a.x1 < b.x0 for a, b in itertools.pairwise(ticks))
-        lines = len(axes.get_lines())
-        assert lines == 1 or (axes.get_legend() is None) == bool(scale) == (lines > 20)  # two of each run
+        assert bool(scale) == (len(axes.get_lines()) > 20)
         if scale:
             assert [t.get_text() for t in scale[0].get_yticklabels()][::5] == ["row-000", f"row-{count - 1:03}"]
 

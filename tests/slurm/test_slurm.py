@@ -121,7 +121,7 @@ def test_a_run_ends_before_its_job_and_the_job_continues(slurm, checkout):
 
     Ranks get two minutes less what it takes to start them, and on a machine that is busy that is one."""
     row = clock(checkout, 130)
-    job = submit(slurm, ".venv/bin/alst run clock.yaml --nodes 2 --sbatch=--time=3", checkout)
+    job = submit(slurm, "sbatch --nodes=2 --time=3 env/cluster/alst.sbatch clock.yaml", checkout)
     slurm.wait(job, "COMPLETED", 3 * START_SECONDS)
     assert int(slurm.show("job", job)["Restarts"]) >= 1
     assert results.read_result(row / "result.json")["metrics"]["begun"] > 0
@@ -131,7 +131,7 @@ def test_a_run_ends_before_its_job_and_the_job_continues(slurm, checkout):
 def test_a_node_that_dies_is_named(slurm, checkout):
     """Its torchrun is killed, and its rank with it. The other rank notices nothing, and srun ends it a minute later."""
     row = clock(checkout, 600)
-    job = submit(slurm, ".venv/bin/alst run clock.yaml --nodes 2", checkout)
+    job = submit(slurm, "sbatch --nodes=2 env/cluster/alst.sbatch clock.yaml", checkout)
     reached(slurm, job, row, 3)
     (attempt,) = (row / "logs").iterdir()
     (agent,) = [
@@ -152,7 +152,7 @@ def test_a_node_that_dies_is_named(slurm, checkout):
 
 
 def test_the_first_row_of_the_ablation(slurm, checkout):
-    job = submit(slurm, line("alst run", "ablation-quick"), checkout)
+    job = submit(slurm, line("sbatch", "ablation-quick"), checkout)
     slurm.wait(job, "COMPLETED", START_SECONDS)
     out = checkout / "papermill_runs" / "out" / "ablation-quick"
     found = results.read_result(out / "baseline" / "result.json")
@@ -176,11 +176,11 @@ def tuned(checkout):
 def test_a_fine_tuning_that_is_disturbed_ends_with_the_same_losses(slurm, checkout):
     """Warned, requeued and cancelled, by the commands of the page: the losses are those of an undisturbed run."""
     row = tuned(checkout)
-    slurm.wait(submit(slurm, line("alst run", "finetune"), checkout), "COMPLETED", 3 * START_SECONDS)
+    slurm.wait(submit(slurm, line("sbatch", "finetune"), checkout), "COMPLETED", 3 * START_SECONDS)
     expected = results.read_result(row / "result.json")["metrics"]
     row.parent.rename(row.parent.with_name("undisturbed"))
 
-    by_hand = line("sbatch", "env/cluster/alst.sbatch")
+    by_hand = line("sbatch", "finetune")
     job = submit(slurm, by_hand, checkout)
     reached(slurm, job, row, 13)
     slurm.run("bash", "-c", line("--signal=USR1", job=job))

@@ -256,15 +256,17 @@ def test_bad_input_is_an_error_on_every_rank(ranks2, tmp_path, changes, kind, me
 @pytest.mark.parametrize("search", [True, False])
 def test_any_rank_notes_the_length_of_a_search_at_which_memory_ran_out(tmp_path, search):
     job, full = object.__new__(AblationRun), RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED")
+    run = RunConfig(search=search, data={"seq_len": 1024})
     vars(job).update(
-        run=RunConfig(search=search), progress=Progress(tmp_path / "p", 1), known=Trials([]), budget=100,
-        ledger=mock.Mock(), loader=mock.Mock(), steps=mock.Mock(side_effect=full),
+        run=run, progress=Progress(tmp_path / "p", 1), known=Trials([]), budget=100, ledger=mock.MagicMock(),
+        ctx=mock.Mock(sp=1), engine=None, loader=mock.Mock(), _trial=mock.Mock(side_effect=[None, full]),
+        measure=mock.Mock(side_effect=full),
     )  # fmt: skip
     with pytest.raises(RuntimeError, match="ALLOC_FAILED"):
-        job.peaks(1024)
+        job()
     job.known = Trials(ProgressReader(tmp_path / "p").read())  # of the next process
-    assert job.known.lost == ({1024} if search else set())
-    assert not search or job.peaks(1024) > 100  # it does not run
+    assert job.known.lost == ({256} if search else set())
+    assert not search or job.peaks(256) > 100  # it does not run
 
 
 # What a run continues from, in the tests' own pool

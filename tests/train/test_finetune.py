@@ -23,10 +23,8 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from alstlib.config import RunConfig
 from alstlib.data.corpus import get_tokenizer, load_corpus
 from alstlib.hf.models import load_model
-from alstlib.options import Options
-from alstlib.planner import devices
 from alstlib.planner.model_shapes import read_shape
-from alstlib.runs import packages, progress, results, workers
+from alstlib.runs import progress, results, workers
 from alstlib.runs.launch import launch
 from alstlib.runs.processes import WARNED
 from alstlib.runs.progress import ProgressReader
@@ -83,14 +81,13 @@ def test_tokenizing_and_evaluating_give_signs_of_life(monkeypatch):
     """Each of them may take longer than the launcher waits for a sign of life."""
     clock, said = itertools.count(1000.0, 2.0), []
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    model = SimpleNamespace(model=torch.nn.Linear(1, 1))
-    job = bare(RunConfig(), vocabulary=10, tokenizer=None, trainer=model, device=torch.device("cpu"))
+    job = bare(RunConfig(), vocabulary=10, tokenizer=None)
     job.say = lambda message, **_: said.append(message)
     job._tokens(datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]] * 4}), "d")
     assert said == ["tokenizing 4 documents of 'd'", *(f"tokenizing 'd', {part}%" for part in (25, 50, 75, 100))]
-    watch = finetune.Watch(job)
+    job.evaluated = 0
     for _ in range(4):
-        watch.on_prediction_step(eval_dataloader=range(2))
+        job.on_prediction_step(eval_dataloader=range(2))
     assert said[5:] == ["evaluating, 50%", "evaluating, 100%"] * 2
 
 
@@ -324,10 +321,6 @@ def test_the_same_command_continues_and_another_does_not(ranks2, data, tmp_path,
     "changes, message",
     [
         (
-            {"optim.trainer": {"lerning_rate": 1}},
-            "unknown field of SFTConfig in optim.trainer 'lerning_rate'; did you mean",
-        ),
-        (
             {"optim.trainer": {"max_length": 4}},
             "trainer={'max_length': 4} is set by alstlib: give data.seq_len instead",
         ),
@@ -335,79 +328,18 @@ def test_the_same_command_continues_and_another_does_not(ranks2, data, tmp_path,
         ({"optim.trainer": {"hub_token": "hf_x"}}, "hub_token in optim.trainer is a secret"),
         ({"optim.trainer": {"model_init_kwargs": {"token": "hf_x"}}}, "token in optim.trainer is a secret"),
         ({"optim.trainer": {"push_to_hub_token": "hf_x"}}, "set HF_TOKEN in the environment"),
-        ({"model.lora": {"rank": 4}}, "unknown field of LoraConfig in model.lora 'rank'"),
         ({"model.lora": {"r": 4}, "output.save_to": "x"}, "give output.merge_lora=True, which saves both"),
         ({"search": True}, "search={'granule': 256, 'max': None} is a field of the worker alstlib.train.ablation"),
-        ({"optim.trainer": {"report_to": "absent"}}, "the package gone, which is not installed; to install it: "),
-        ({"optim.trainer": {"report_to": ["tensorbord"]}}, "did you mean 'tensorboard'?"),
-        (
-            {"optim.trainer": {"optim": "stable_adamw"}},
-            "'stable_adamw'} needs the package torch-optimi, which is not inst",
-        ),
+        ({}, "alstlib.train.finetune needs gone, absent: pip install 'alstlib[train,trainer]'"),
     ],
     ids=str,
 )
 def test_wrong_fields_are_refused_before_the_start(tmp_path, monkeypatch, changes, message):
-    monkeypatch.setitem(packages.TRACKERS, "absent", "gone")
+    monkeypatch.setitem(workers.LIBRARIES, FINETUNE, ("trl", *(() if changes else ("gone", "absent"))))
     with pytest.raises(ValueError) as refused:
         launch(config("stdlib", **changes), tmp_path, worker=FINETUNE)
     assert message in str(refused.value)
     assert "hf_x" not in str(refused.value)
-
-
-def test_each_tracker_and_optimizer_of_the_trainer_is_known():
-    """What transformers names, and the package that it asks for, where it can be seen without having it."""
-    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-    from transformers.training_args import OptimizerNames
-
-    assert packages.TRACKERS.keys() == INTEGRATION_TO_CALLBACK.keys()
-    torchs = {"adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused", "adafactor", "sgd",
-              "adagrad", "rmsprop", "adamw_anyprecision"}  # fmt: skip
-    needs = {
-        str(o.value): next((m for p, m in packages.OPTIMIZERS if re.match(p, o.value)), "") for o in OptimizerNames
-    }
-    assert {name for name, module in needs.items() if not module} == torchs
-    assert needs["galore_adamw_8bit"] == "galore_torch"
-    assert needs["lion_32bit"] == needs["paged_adamw_8bit"] == "bitsandbytes"
-
-
-def test_packages_of_a_model_and_of_a_gpu(tmp_path, monkeypatch):
-    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(devices, "device_count", lambda: 1)
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "bitsandbytes"}}))
-    for run, package in (
-        (RunConfig(options=Options.plain(attention="flash_attention_3")), "flash-attn-3"),
-        (RunConfig(options=Options.plain(attention="flash_attention_4")), "flash-attn-4"),
-        (RunConfig(model={"liger": True}), "liger-kernel"),
-        (RunConfig(engine={"fsdp": True}, model={"name": str(tmp_path)}), "bitsandbytes"),
-        (RunConfig(), "deepspeed"),
-    ):
-        with pytest.raises(ValueError, match=f"needs the package {package}, which is not installed"):
-            packages.check(run, fine_tuning=True)
-
-
-def test_a_file_that_is_cut_off_is_left_to_its_reader(tmp_path):
-    damaged = tmp_path / "damaged.jsonl"
-    damaged.write_text('{"text": "one"}\n{"text": "tw')
-    packages.check(config(str(damaged)), fine_tuning=True)
-    with pytest.raises(ValueError, match=r"damaged\.jsonl', line 2, is no JSON object"):
-        load_corpus(str(damaged))
-
-
-@pytest.mark.usefixtures("nothing_starts")
-def test_chats_need_a_chat_template_before_the_start(tmp_path, data):
-    chats, saved = tmp_path / "chats.jsonl", tmp_path / "saved"
-    chats.write_text(json.dumps(FORMATS[1]))
-    get_tokenizer("stdlib-bpe", vocab_size=512).save_pretrained(tmp_path / "base")
-    for changes, which in (
-        ({"data.name": str(chats)}, "a tokenizer that is trained here"),
-        ({"data.eval": str(chats)}, "a tokenizer that is"),
-        ({"data.name": str(chats), "data.tokenizer": f"{tmp_path}/base"}, f"the tokenizer of '{tmp_path}/base'"),
-    ):  # fmt: skip
-        run, says = config(data, save_to=str(saved), **changes), f"chats.jsonl' holds chats, but {which}.* has no chat"
-        with pytest.raises(ValueError, match=f"{says} template: name a ch"):
-            launch(run, tmp_path / "run", worker=FINETUNE)
-        assert not saved.exists()
 
 
 @pytest.mark.usefixtures("nothing_starts")
@@ -426,6 +358,9 @@ def test_what_the_ranks_refuse(ranks2, tmp_path, data):
     rows, saved = tmp_path / "rows.jsonl", tmp_path / "saved"
     for changes, lines, message in (
         ({"model.dtype": "bf16"}, "", "dtype='bf16' needs a GPU"),
+        ({"optim.trainer": {"lerning_rate": 1}}, "", "unknown field of SFTConfig in optim.trainer 'lerning_rate'; did"),
+        ({"model.lora": {"rank": 4}}, "", "unknown field of LoraConfig in model.lora 'rank'"),
+        ({"data.name": str(rows)}, json.dumps(FORMATS[1]), "the tokenizer has no chat template"),
         ({"data.name": str(rows)}, '{"input_ids": [1, 2], "labels": [-100, -100]}', "has a token with a loss"),
         ({"data.name": str(rows)}, '{"text": "a b c"}\n{"text": ""}', "1 of 2 rows of"),
     ):
