@@ -93,7 +93,7 @@ class Deep:
 
     def run_step(self, model: Any, run: RunConfig, tiles: TileRule | None) -> Simulated:
         """A step of a shallow model."""
-        return run_model(model, run, self.ranks, self.device, True, self.capability, tiles)
+        return run_model(model, run, self.ranks, self.device, self.capability, tiles)
 
     def at(self, seq_len: int) -> Simulated:
         """The whole model at this length."""

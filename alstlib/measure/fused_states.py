@@ -1,7 +1,8 @@
 """Stand-ins for the fused kernels of layers with a state, which take no fake tensors and run on no CPU.
 
 Each takes the arguments of transformers' own function of that name, makes no values, and holds what the published
-kernels hold: what their autograd functions keep for backward, and what forward and backward make besides. (As read in
+kernels hold: what their autograd functions keep for backward, and what backward makes besides, where it takes most.
+Forward makes less than that besides, so that a step's peak is never there, and it is left out. (As read in
 flash-linear-attention `fla/ops/gated_delta_rule/chunk.py`, mamba-ssm `ops/triton/ssd_combined.py` and
 `ops/selective_scan_interface.py`, and causal-conv1d.) What a compiled kernel takes for itself is not seen: no GPU ran.
 
@@ -85,40 +86,21 @@ class _GatedDeltaRule(torch.autograd.Function):
         if norm:
             rstd = some(q, q.numel() // q.shape[-1]), some(k, k.numel() // k.shape[-1])
             q, k = torch.empty_like(q), torch.empty_like(k)
-        wide = some(k, BLOCK * beta.numel())
         solved, g = some(k, BLOCK * beta.numel(), k.dtype), torch.empty_like(g, dtype=torch.float32)
-        del wide
-        keys, values, states = _of_delta(k, v)
-        between = [some(k, n, k.dtype) for n in (keys, values, states, values)]
         out, end = torch.empty_like(v), v.new_empty(v.shape[0], v.shape[2], k.shape[3], v.shape[3], dtype=torch.float32)
-        del between
         ctx.save_for_backward(q, k, v, g, beta, solved, start, *rstd)
-        ctx.norm = norm
         return out, end
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dend: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, g, beta, _, start, *_ = ctx.saved_tensors
-        dout, (keys, values, states) = dout.contiguous(), _of_delta(k, v)
-        between = [some(k, n, k.dtype) for n in (keys, values, states, values)]
-        dv = some(k, values, k.dtype)
+        keys = v.numel() // v.shape[3] * k.shape[3]  # for each head of the state
+        states = keys * v.shape[3] // BLOCK  # before each block
+        dout, between = dout.contiguous(), some(k, 5 * keys + 4 * v.numel() + 2 * states, k.dtype)
         dstart = None if start is None else torch.empty_like(start, dtype=torch.float32)
-        between += [some(k, states, k.dtype), dv, some(k, values, k.dtype)]
-        del dv
-        between += [some(k, keys, k.dtype) for _ in "qkw"]
-        dg, dbeta = torch.empty_like(g), torch.empty_like(beta, dtype=torch.float32)
-        second, dv = some(k, keys, k.dtype), torch.empty_like(v)
-        del second, between
-        dq, dk = torch.empty_like(q), torch.empty_like(k)
-        if ctx.norm:
-            dq, dk = torch.empty_like(dq), torch.empty_like(dk)
-        return dq, dk, dv, dg, dbeta.to(beta.dtype), dstart, None
-
-
-def _of_delta(k: Tensor, v: Tensor) -> tuple[int, int, int]:
-    """Numbers: of keys for each head of the state, of values, and of the states before each block."""
-    keys = v.numel() // v.shape[3] * k.shape[3]
-    return keys, v.numel(), keys * v.shape[3] // BLOCK
+        dv, dg, dbeta = torch.empty_like(v), torch.empty_like(g), torch.empty_like(beta, dtype=torch.float32)
+        del between
+        return torch.empty_like(q), torch.empty_like(k), dv, dg, dbeta.to(beta.dtype), dstart, None
 
 
 def gated_delta_rule(
@@ -137,46 +119,27 @@ class _Mamba2(torch.autograd.Function):
         start: Tensor | None, chunk: int,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         x, B, C = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, B, C))
-        sums, steps = some(dt, dt.numel()), some(dt, dt.numel())
-        states = _states_of_mamba2(x, B, chunk)
-        wide = some(x, states)
-        passed, end = some(x, states, C.dtype), x.new_empty(x.shape[0], *x.shape[2:], B.shape[3], dtype=torch.float32)
-        del wide
-        products = some(x, _products(B, chunk))
+        end = x.new_empty(x.shape[0], *x.shape[2:], B.shape[3], dtype=torch.float32)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        del products, passed, steps
-        ctx.save_for_backward(x, dt, B, C, A, D, bias, start, sums)
+        ctx.save_for_backward(x, dt, B, C, A, D, bias, start, some(dt, dt.numel()))
         ctx.out, ctx.chunk = out.detach(), chunk
         return out, end
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dend: Tensor) -> tuple[Tensor | None, ...]:
         x, dt, B, C, A, D, bias, start, _ = ctx.saved_tensors
-        dout, states = dout.contiguous(), _states_of_mamba2(x, B, ctx.chunk)
-        dB, dC, ddt = torch.empty_like(B), torch.empty_like(C), torch.empty_like(dt)
-        again = [torch.empty_like(dt), *(some(dt, dt.numel()) for _ in range(2)), some(x, _products(B, ctx.chunk))]
-        made = some(x, states)
-        passed, dstates = some(x, states), some(x, states)
-        del made
+        states = x.numel() * B.shape[3] // ctx.chunk  # before each chunk
+        products = B.numel() // B.shape[3] * ctx.chunk  # of the tokens of each chunk
+        dout, dB, dC, ddt = dout.contiguous(), torch.empty_like(B), torch.empty_like(C), torch.empty_like(dt)
+        again = torch.empty_like(dt), some(dt, 2 * dt.numel() + products)
         dstart = None if start is None else torch.empty_like(start)
-        half = [some(x, states, x.dtype), some(x, states, x.dtype)]
-        del passed, dstates
-        dx = torch.empty_like(x)
-        wide = [some(dt, dt.numel()), *(some(B, B.numel()) for _ in "BC"), some(x, _products(B, ctx.chunk))]
+        half, wide = some(x, 2 * states, x.dtype), some(x, 2 * states)
+        del wide
+        dx, wide = torch.empty_like(x), some(x, dt.numel() + 2 * B.numel() + products)
         del again, half, wide
         ctx.out = None
         weights = [None if t is None else torch.empty_like(t) for t in (A, D, bias)]
         return dx, ddt, dB, dC, *weights, dstart, None
-
-
-def _states_of_mamba2(x: Tensor, B: Tensor, chunk: int) -> int:
-    """Numbers of the states before each chunk."""
-    return x.numel() * B.shape[3] // chunk
-
-
-def _products(B: Tensor, chunk: int) -> int:
-    """Numbers of the products of the tokens of each chunk."""
-    return B.numel() // B.shape[3] * chunk
 
 
 def mamba2(

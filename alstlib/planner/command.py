@@ -227,7 +227,6 @@ def as_json(question: Question, best: Prediction | None, found: Prediction | Non
         "longest_step_seconds": best.seconds["step"] if best else None, **speeds(question, found),
     }  # fmt: skip
     made["limit"] = (question.beyond(best) if found.fits else found).reason
-    made["loading"]["why"] = question.cannot_load()
     made["help"] = [_reach(one) for one in question.advice()]
     made["ways"] = [
         {**_reach(w), "limit": w.limit, "seq_len": w.at.seq_len if w.at else None, "waits_for_link": w.link}

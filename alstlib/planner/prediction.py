@@ -24,7 +24,6 @@ from alstlib.planner.model_states import ZERO_DEFAULT, Sizes, States, model_stat
 from alstlib.planner.step_time import step_seconds
 from alstlib.units import format_bytes
 
-HOST = "the first node's host"
 Side = tuple[str, int, int | None]
 """A memory (`device` or `host`), the bytes that it needs, and those that are there (None for no limit)."""
 
@@ -58,12 +57,9 @@ class Loading:
         """A sentence on what is beyond its limit; nothing where the model can be loaded."""
         if (over := first_beyond(self.sides)) is None:
             return ""
-        whose, takes, there = (
-            "a device's" if over[0] == "device" else HOST,
-            format_bytes(over[1]),
-            format_bytes(over[2]),
-        )
-        return f"loading the model would take {takes} of {whose} memory, and {there} is there"
+        where, needs, has = over
+        whose = "a device's" if where == "device" else "the first node's host"
+        return f"loading the model would take {format_bytes(needs)} of {whose} memory, and {format_bytes(has)} is there"
 
 
 @dataclass(frozen=True)

@@ -80,18 +80,18 @@ def why_not(run: RunConfig, nodes: int, gpus: int, host: int | None = None, gpu_
     except (ValueError, KeyError):
         return None
     question = Question(shape, run, machine)
-    if (over := first_beyond(found.sides, CERTAIN)) is None:
-        if not found.loading.beyond(CERTAIN):
-            return None
-        loads = question.loads_with()
-        return f"{found.loading.why} (predicted); it can be loaded {loads}. force=True (--force) runs it all the same"
-    where, needs, has = over
-    what = "device_memory is" if run.limits.device_memory else "a GPU has"
-    what = what if where == "device" else "a rank's share of the host's free memory is"
-    text = (
-        f"{found.seq_len:,} tokens would take {format_bytes(needs)} of {where} memory a rank, and {what} "
-        f"{format_bytes(has)} (predicted, largest parts: {largest(found, where, machine)})"
-    )
+    if over := first_beyond(found.sides, CERTAIN):
+        where, needs, has = over
+        what = "device_memory is" if run.limits.device_memory else "a GPU has"
+        what = what if where == "device" else "a rank's share of the host's free memory is"
+        text = (
+            f"{found.seq_len:,} tokens would take {format_bytes(needs)} of {where} memory a rank, and {what} "
+            f"{format_bytes(has)} (predicted, largest parts: {largest(found, where, machine)})"
+        )
+    elif found.loading.beyond(CERTAIN):
+        text = f"{found.loading.why} (predicted)"
+    else:
+        return None
     if near := question.nearest(found.seq_len):
         text += f"; it would fit with {near[0]}: {settings(near[1])}"
     elif best := question.longest():

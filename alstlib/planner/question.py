@@ -13,7 +13,7 @@ from alstlib.hf.public_models import PUBLIC, TRAINED
 from alstlib.planner.fits import other_versions
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import Shape
-from alstlib.planner.prediction import HOST, Loading, Prediction, first_beyond, loading, longest, predict
+from alstlib.planner.prediction import Prediction, longest, predict
 from alstlib.planner.step_time import model_flops
 from alstlib.planner.streaming import least_chunk
 from alstlib.units import GIB
@@ -57,10 +57,6 @@ HELP: dict[str, dict[str, Any]] = {
     "weights on the host": {"engine.zero_stage": 3, "engine.offload_params": True},
 }  # fmt: skip
 """Changes that save memory, as fields of RunConfig. `WAYS` has the chunks with each place by itself."""
-SHARDED = ("ZeRO-3", "weights on the host")
-"""The entries of `HELP` with which a device holds less of the model while it is loaded."""
-
-
 LORA: dict[str, Any] = {"model.lora": {"r": 16}}
 CHUNKS = {"options.chunk": CHUNK}
 NEEDED: dict[str, dict[str, Any]] = {
@@ -101,11 +97,6 @@ class Question:
     def shortest(self) -> int:
         """Tokens of the shortest sample that is tried."""
         return 8 * self.ranks
-
-    @property
-    def loading(self) -> Loading:
-        """What it takes to load the model. Of the reference's loading nothing is predicted."""
-        return loading(self.shape, self.run, self.machine) if self.preset == "ours" else Loading()
 
     def at(self, seq_len: int) -> Prediction:
         """The prediction for samples of so many tokens."""
@@ -223,31 +214,6 @@ class Question:
                 changes = {name: value for what in seen for name, value in HELP[what].items()}
                 return " and ".join(seen), changed(self.run, changes), now
         return None
-
-    def loads_with(self) -> str:
-        """The nearest thing with which a model can be loaded that cannot be so, as the end of a sentence."""
-        now, ranks = self.loading, self.machine.ranks_of_node
-        ways = [(f"with {what} ({settings(HELP[what])})", self.with_changes(HELP[what])) for what in SHARDED]
-        for gpus in (self.machine.gpus * 2**n for n in range(1, 11)):
-            ways.append((f"on {gpus:,} GPUs", self.on(gpus=gpus)))
-        for each in (ranks >> n for n in range(1, ranks.bit_length())):
-            fewer = self.on(per_node=each)
-            ways.append((f"on {fewer.machine.nodes:,} nodes of {each} GPU{'s' if each > 1 else ''} each", fewer))
-        if near := next((what for what, other in ways if not other.loading.beyond()), ""):
-            return near
-        needed = []
-        if now.beyond() == "device":
-            what, other = ways[1]
-            needed, now = [what.removeprefix("with ")], other.loading
-        for side in now.sides:
-            if over := first_beyond([side]):
-                needed.append(f"{-(-over[1] // GIB):,} GiB on {'a device' if over[0] == 'device' else HOST}")
-        return f"with {' and '.join(needed)}"
-
-    def cannot_load(self) -> str:
-        """Why the model cannot be loaded and the nearest thing that works, in a sentence; nothing where it can."""
-        why = self.loading.why
-        return why and f"{why[0].upper()}{why[1:]}; it can be loaded {self.loads_with()}."
 
     def tokens_per_second(self, found: Prediction) -> float:
         """Tokens a second of each GPU."""

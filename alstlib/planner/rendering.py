@@ -190,7 +190,6 @@ def describe(question: Question, best: Prediction | None, found: Prediction | No
     else:
         short = question.at(question.shortest)
         yield f"Nothing fits, not even {short.seq_len:,} tokens: {lacks(short, machine)}."
-        yield from ([cannot_load] if (cannot_load := question.cannot_load()) else [])
     if found is not None and found is not best:
         yield f"{found.seq_len:,} tokens: {verdict(found, machine)}."
     found = found or question.at(question.shortest)
@@ -213,7 +212,7 @@ def lacks(found: Prediction, machine: Machine) -> str:
     for where, nbytes in found.missing.items():
         node = f" ({format_bytes(nbytes * ranks)} on each node)" if where == "host" and ranks > 1 else ""
         missing.append(f"{format_bytes(nbytes)} of {where} memory for each GPU{node}")
-    return f"{' and '.join(missing)} are missing" if missing else "the model cannot be loaded"
+    return f"{' and '.join(missing)} are missing" if missing else found.loading.why
 
 
 def describe_help(question: Question, best: Prediction) -> Iterator[Any]:
