@@ -1,5 +1,4 @@
-"""Answers for `planner.fits`: the sizes of any model, and what its step takes at any length, from simulated steps.
-`python -m alstlib.measure.answers span` answers the question on standard input."""
+"""Answers for `planner.fits`: the sizes of any model, and what its step takes at any length, from simulated steps."""
 
 from __future__ import annotations
 
@@ -92,16 +91,16 @@ def _without_smaller(
         bases, slopes = zip(*lines[key].values()) if lines[key] else ((0.0,), (0.0,))
         return sum(bases) + rows * sum(slopes), sum(slopes)
 
-    groups: dict[tuple[str, bool], list[tuple[tuple[float, float], str]]] = {}
-    for key in lines:
+    def group(key: str) -> tuple[str, bool]:
         place = key.partition("|")[0]
-        groups.setdefault((part_of(place), KERNEL in place), []).append((size(key), key))
+        return part_of(place), KERNEL in place
+
+    groups = [*dict.fromkeys(map(group, lines))]
     kept: dict[str, dict[str, tuple[float, float]]] = {}
-    for found in groups.values():
-        steepest = -1.0
-        for (_, slope), key in sorted(found, reverse=True):
-            if slope > steepest:
-                kept[key], steepest = lines[key], slope
+    steepest = dict.fromkeys(groups, -1.0)
+    for key in sorted(lines, key=lambda key: (-groups.index(group(key)), size(key), key), reverse=True):
+        if (slope := size(key)[1]) > steepest[group(key)]:
+            kept[key], steepest[group(key)] = lines[key], slope
     return kept
 
 
@@ -164,16 +163,3 @@ def _share(model: Any, layer: nn.Module, path: str, p: torch.Tensor) -> float:
     experts = listed[-1] if listed else p.shape[0] if p.ndim > 2 else 0
     chosen = max(each, default=getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1)
     return min(1.0, chosen / experts) if experts else 1.0
-
-
-def main() -> None:
-    """Answer the question on standard input; the answer is the last line that is printed."""
-    try:
-        found = answer(sys.argv[1], json.load(sys.stdin))
-    except ValueError as e:
-        found = {"refused": str(e)}
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()

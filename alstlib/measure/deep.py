@@ -48,11 +48,10 @@ def kinds_of_layers(layers: Sequence[nn.Module]) -> list[Any]:
         for layer in layers
     ]
     values: dict[tuple[str, str], list[Any]] = {}
-    for one in seen:
-        for key, value in one.items():
-            values.setdefault(key, []).append(value)
+    for key, value in (item for one in seen for item in one.items()):
+        values.setdefault(key, []).append(value)
     own = {key for key, found in values.items() if type(found[0]) in (int, float) and len({*found}) == len(found) > 1}
-    return [frozenset(item for item in one.items() if item[0] not in own) for one in seen]
+    return [frozenset((key, value) for key, value in one.items() if key not in own) for one in seen]
 
 
 class Deep:
@@ -80,12 +79,11 @@ class Deep:
         last = {kind: i for i, kind in enumerate(kinds)}
         self.chosen = sorted({0, *last.values()})
         """Layers of the shallowest model."""
-        left = [(i, kind) for i, kind in enumerate(kinds) if i not in self.chosen]
-        self.further = [(kind, next(i for i, k in left if k == kind)) for kind in {kind for _, kind in left}]
+        self.left = [(i, kind) for i, kind in enumerate(kinds) if i not in self.chosen]
+        self.further = {kind: i for i, kind in reversed(self.left)}
         """One layer of each kind that the whole model has more layers of."""
-        self.left = left
         if self.holder is None:  # layers in several lists: all are run
-            self.chosen, self.further, self.left = list(range(len(self.layers))), [], []
+            self.chosen, self.further, self.left = list(range(len(self.layers))), {}, []
 
     def whole(self) -> Any:
         """The model that trains."""
@@ -99,10 +97,8 @@ class Deep:
         """The whole model at this length."""
         gc.collect()  # fake tensors of earlier steps, which a search of an hour would let grow to gigabytes
         few = self.shallow(self.chosen, seq_len)
-        more = {}
-        for kind, i in self.further:
-            first, *rest = self.chosen
-            more[kind] = self.shallow([first, i, *rest], seq_len)
+        first, *rest = self.chosen
+        more = {kind: self.shallow([first, i, *rest], seq_len) for kind, i in self.further.items()}
         moments: dict[str, dict[str, int]] = {}
         for key, base in few.moments.items():
             before = layer_of(key, len(self.layers))

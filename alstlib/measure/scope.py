@@ -34,10 +34,10 @@ def category(path: str) -> str:
         return path[path.index("<") + 1 : -1]
     if match := _LAYER.match(path):
         child = match[2].partition(".")[0]
-        if "norm" not in child and ("attn" in child or "attention" in child or child == "mixer"):
-            return STATES if child in STATEFUL else ATTENTION
         if child in STATEFUL:
             return STATES
+        if "norm" not in child and ("attn" in child or "attention" in child or child == "mixer"):
+            return ATTENTION
         return MLP if child in ("mlp", "feed_forward", "ffn", "block_sparse_moe") else HIDDEN
     return HIDDEN if "embed" in path or "rotary" in path or "wte" in path else LOSS
 

@@ -15,7 +15,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
@@ -294,14 +293,12 @@ def _at_full_size(config: Any, options: alstlib.Options, trust: bool) -> list[An
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Tiny models have much to warn about: only what we print is said."""
-    before = logging.root.manager.disable, transformers.logging.get_verbosity()
+    before = logging.root.manager.disable
     logging.disable(logging.WARNING)
-    transformers.logging.set_verbosity_error()
     try:
         yield
     finally:
-        logging.disable(before[0])
-        transformers.logging.set_verbosity(before[1])
+        logging.disable(before)
 
 
 @quiet()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from alstlib.config import RunConfig
+from alstlib.linear.ways import way_of
 from alstlib.options import Options, TiledPart
 from alstlib.planner.fits import Lines, StepQuestion, element_bytes, in_layer, lines_at, part_of
 from alstlib.planner.model_shapes import Shape
@@ -165,13 +166,13 @@ def _asked(
     shape: Shape, run: RunConfig, ranks: int, device: str, capability: int, streaming: Streaming, save: bool
 ) -> StepQuestion:
     """The question with what a run decides from its memory decided, and without what a simulated step does not see."""
-    options = run.options
+    options, layer = run.options, shape.recurrence and shape.recurrence.layer
     place = "none" if not streaming.hidden else "hidden+kv" if streaming.kv else "hidden"
     decided: dict[str, Any] = {
         "tiles": {part: options.tile(part) for part in get_args(TiledPart)}, "checkpoint": options.checkpoint,
         "save_attention": save and options.checkpoint, "offload": bool(options.offload), "chunk": run.chunk,
         "on_host": place if run.chunk is not None else "auto",
-        "linear_attention": options.linear_attention if shape.recurrence else "auto",
+        "linear_attention": way_of(options.linear_attention, layer.heads, ranks) if layer else options.linear_attention,
         "attention": options.attention if options.attention in ("blockwise", "efficient") else "auto",
     }  # fmt: skip
     kernels = {kernel_of(shape, run, device, of) for of in (capability, 9)}

@@ -15,8 +15,6 @@ import importlib
 import json
 import os
 import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -163,21 +161,9 @@ def known_only() -> Iterator[None]:
 
 
 def _ask(what: str, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Simulate in this process, or beside it where ranks are joined already."""
     if not _SIMULATES.get():
         raise NotSimulated("its steps are simulated, which `alst plan` does and a run does not wait for")
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        return dict(importlib.import_module(SIMULATOR).answer(what, asked))
-    command = [sys.executable, "-m", SIMULATOR, what]
-    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True)
-    if done.returncode:
-        raise ValueError(f"the step could not be simulated: {(done.stderr.strip().splitlines() or [''])[-1]}")
-    answer = json.loads(done.stdout.splitlines()[-1])
-    if "refused" in answer:
-        raise ValueError(answer["refused"])
-    return answer
+    return dict(importlib.import_module(SIMULATOR).answer(what, asked))
 
 
 # What is known
@@ -197,7 +183,7 @@ def _known(text: str) -> list[dict[str, Any]]:
 def public() -> dict[str, Any]:
     """What comes with the library, by `digest`: what was asked (`span` or `facts`), and what was `found`. Its entry
     VERSIONS says by what it was simulated."""
-    return dict(json.loads(FILE.read_text())) if FILE.exists() else {}
+    return dict(json.loads(FILE.read_text()))
 
 
 VERSIONS = "versions"

@@ -8,13 +8,13 @@ What was simulated before is answered in milliseconds, without torch and transfo
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from alstlib.config import RunConfig
-from alstlib.linear.ways import way_of
 from alstlib.planner.activations import Activations, activations, reference_activations, shared_by_reference
 from alstlib.planner.devices import pins_exactly
 from alstlib.planner.fits import element_bytes, part_of
@@ -31,6 +31,11 @@ Side = tuple[str, int, int | None]
 def first_beyond(sides: Iterable[Side], times: float = 1.0) -> tuple[str, int, int] | None:
     """The first side that needs more than `times` times what is there."""
     return next(((where, n, has) for where, n, has in sides if has is not None and n > times * has), None)
+
+
+def missing(sides: Iterable[Side]) -> dict[str, int]:
+    """Bytes that each side needs beyond what is there."""
+    return {where: needs - has for where, needs, has in sides if has is not None and needs > has}
 
 
 @dataclass(frozen=True)
@@ -116,13 +121,12 @@ class Prediction:
     @property
     def missing(self) -> dict[str, int]:
         """Bytes that are missing in a step: of the `device`, and of this rank's share of the `host`."""
-        return {where: needs - has for where, needs, has in self.sides if has is not None and needs > has}
+        return missing(self.sides)
 
     @property
     def shortfall(self) -> int:
         """Bytes that are missing in a step and while the model is loaded."""
-        loads = sum(max(0, needs - has) for _, needs, has in self.loading.sides if has is not None)
-        return sum(self.missing.values()) + loads
+        return sum([*self.missing.values(), *missing(self.loading.sides).values()])
 
     def to_dict(self) -> dict[str, Any]:
         """For programs: bytes of one rank, tokens, seconds."""
@@ -193,12 +197,8 @@ def predict(shape: Shape, run: RunConfig, machine: Machine, seq_len: int, preset
         free = None
         if machine.device != "cpu" and machine.gpu_memory is not None:
             free = max(0, machine.gpu_memory - sum(machine.overhead().values()) - of_states("layer"))
-        known = run
-        if shape.recurrence is not None and shape.recurrence.layer is not None:
-            way = way_of(run.options.linear_attention, shape.recurrence.layer.heads, ranks)
-            known = run.replace(options={"linear_attention": way})
         found = activations(
-            shape, known, ranks, seq_len, machine.device, room, capability=machine.rates.capability, free=free,
+            shape, run, ranks, seq_len, machine.device, room, capability=machine.rates.capability, free=free,
             held=of_states,
         )  # fmt: skip
     device = {**machine.overhead(), **held.at(part_of(found.place)), **found.device}
@@ -225,19 +225,18 @@ def longest(
     ranks = run.engine.sp or machine.gpus
     step = granule or ranks * 8
 
+    @functools.cache
     def fits(seq_len: int) -> bool:
         return predict(shape, run, machine, seq_len, preset).fits
 
     # ours from the long end: a line holds for all lengths beyond the largest tile; the reference's tiles double
     low = step << ((LONGEST if preset == "ours" else 8192 * ranks) // step).bit_length() - 1
-    if fits(low):
-        while low < LONGEST and fits(2 * low):
-            low *= 2
-    else:
-        while low > step and not fits(low := low // 2 // step * step):
-            pass
-        if not fits(low):
-            return None
+    while low > step and not fits(low):
+        low //= 2
+    if not fits(low):
+        return None
+    while low < LONGEST and fits(2 * low):
+        low *= 2
     high = 2 * low
     while high - low > max(step, 0 if granule else low // 2000):
         middle = (low + high) // 2 // step * step

@@ -93,7 +93,7 @@ def why_not(run: RunConfig, nodes: int, gpus: int, host: int | None = None, gpu_
     else:
         return None
     if near := question.nearest(found.seq_len):
-        text += f"; it would fit with {near[0]}: {settings(near[1])}"
+        text += f"; it would fit with {near.what}: {settings(near.changes)}"
     elif best := question.longest():
         text += f"; the longest that fits is {best.seq_len:,} tokens"
     return f"{text}. force=True (--force) runs it all the same"
@@ -137,12 +137,10 @@ def limits(run: RunConfig, nodes: int, gpus: int) -> tuple[float, float]:
 def time_limit(run: RunConfig, nodes: int, gpus: int, trains: bool = True) -> tuple[float, str]:
     """Seconds after which the launcher ends a resolved run, and which limit this is. The planner is not asked about a
     run that does not train."""
-    if run.limits.timeout is not None:
-        return (
-            (run.limits.timeout, f"limits.timeout={run.limits.timeout:g} s")
-            if run.limits.timeout
-            else (math.inf, "no time limit (limits.timeout=0)")
-        )
+    if run.limits.timeout == 0:
+        return math.inf, "no time limit (limits.timeout=0)"
+    if run.limits.timeout:
+        return run.limits.timeout, f"limits.timeout={run.limits.timeout:g} s"
     seconds = limits(run, nodes, gpus)[0] if trains else DAY
     reasons = {HOUR: "the shortest default", DAY: "no time is predicted"}
     why = reasons.get(seconds, f"{FACTOR} times the prediction")

@@ -125,9 +125,7 @@ class Question:
             return []
         now, found = self.longest(), []
         for what, changes in HELP.items():
-            chunked = "options.chunk" in changes and self.run.options.chunk is not None
-            over_all = changes.get("engine.sp") == 0 and self.run.engine.sp == self.machine.gpus
-            if not changed(self.run, changes) or chunked or over_all:
+            if not changed(self.run, changes):
                 continue
             try:
                 other = self.with_changes(changes)
@@ -162,57 +160,50 @@ class Question:
     def remedies(self, seq_len: int | None) -> Iterator[Variant]:
         """What lets this length fit that does not; where no length fits (None), what lets some fit. The nearest things
         that do so: other options, an adapter, more host memory, more nodes. Of ours."""
-        for what, changes, other in self._remedies(seq_len or self.shortest) if self.preset == "ours" else ():
-            if seq_len:
-                yield Variant(what, changes, other, at=other.at(seq_len))
-            elif best := other.longest():
-                yield Variant(what, changes, other, best)
+        length = seq_len or self.shortest
+        for one in self._remedies(length) if self.preset == "ours" else ():
+            if (at := one.question.at(length)).fits:
+                yield replace(one, at=at) if seq_len else replace(one, best=one.question.longest())
 
-    def _remedies(self, seq_len: int) -> Iterator[tuple[str, dict[str, Any], Question]]:
+    def _remedies(self, seq_len: int) -> Iterator[Variant]:
+        """What may let it fit."""
         if near := self.nearest(seq_len):
             yield near
         if self.run.model.lora is None:
-            adapter = self.with_changes(LORA)
-            if adapter.at(seq_len).fits:
-                yield "LoRA", LORA, adapter
-            elif near := adapter.nearest(seq_len):
-                yield f"LoRA and {near[0]}", LORA | near[1], near[2]
+            adapter = Variant("LoRA", LORA, self.with_changes(LORA))
+            if adapter.question.at(seq_len).fits:
+                yield adapter
+            elif near := adapter.question.nearest(seq_len):
+                yield Variant(f"LoRA and {near.what}", LORA | near.changes, near.question)
         found, now = self.at(seq_len), self.machine
         host = -(-max(found.host_needed * now.ranks_of_node, found.loading.host) // GIB)
         if now.host_memory is not None and host * GIB > now.host_memory:
-            more = self.on(host_memory=host * GIB)
-            if more.at(seq_len).fits:
-                yield f"{host:,} GiB of host memory on each node", {}, more
-        for n in (2, 4, 8, 16, 32, 64):
-            others = self.on(gpus=n * now.gpus, per_node=now.ranks_of_node)
-            if others.at(seq_len).fits:
-                yield f"{n * now.nodes} nodes", {}, others
-                return
+            yield Variant(f"{host:,} GiB of host memory on each node", {}, self.on(host_memory=host * GIB))
+        more = (self.on(gpus=n * now.gpus, per_node=now.ranks_of_node) for n in (2, 4, 8, 16, 32, 64))
+        if others := next((one for one in more if one.at(seq_len).fits), None):
+            yield Variant(f"{others.machine.nodes} nodes", {}, others)
 
-    def nearest(self, seq_len: int) -> tuple[str, dict[str, Any], Question] | None:
-        """The fewest changes (three at most) after which this length fits, cheapest first, with the question that has
-        them; None where none do."""
-        seen: list[str] = []
-        now = self
+    def nearest(self, seq_len: int) -> Variant | None:
+        """The fewest changes (three at most) after which this length fits, cheapest first; None where none do."""
+        now, seen, changes = self, list[str](), dict[str, Any]()
         for _ in range(3):
             options = []
-            for what, changes in HELP.items():
+            for what, change in HELP.items():
                 try:
-                    other = now.with_changes(changes)
+                    other = now.with_changes(change)
                     found = other.at(seq_len)
                 except ValueError:
                     continue
+                cost = found.seconds["step"] if found.fits else found.device_peak
                 if other != now:
-                    options.append((found.shortfall, found.device_peak, found.seconds["step"], what, other))
+                    options.append((found.shortfall, cost, what, other))
             if not options:
                 return None
-            fitting = [o for o in options if not o[0]]
-            best = min(fitting, key=lambda o: o[2]) if fitting else min(options, key=lambda o: o[:2])
-            seen.append(best[3])
-            now = best[4]
-            if fitting:
-                changes = {name: value for what in seen for name, value in HELP[what].items()}
-                return " and ".join(seen), changed(self.run, changes), now
+            short, _, what, now = min(options, key=lambda option: option[:2])
+            seen.append(what)
+            changes |= HELP[what]
+            if not short:
+                return Variant(" and ".join(seen), changed(self.run, changes), now)
         return None
 
     def tokens_per_second(self, found: Prediction) -> float:
