@@ -61,8 +61,8 @@ def span(question: str, rows: int) -> dict[str, Any]:
     (`Deep.lengths`)."""
     deep = _deep(question)
     lengths, low, high = deep.lengths(rows)
-    first, *others = (deep.at(rows * deep.ranks) for rows in lengths)
-    then, further = others[0] if others else first, lengths[-1] - lengths[0]
+    found, further = [deep.at(rows * deep.ranks) for rows in lengths], lengths[-1] - lengths[0]
+    first, then = found[0], found[-1]
 
     def line(here: float, there: float) -> tuple[float, float]:
         slope = (there - here) / further if further else 0.0

@@ -11,7 +11,7 @@ import copy
 import functools
 import gc
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, get_args
@@ -47,11 +47,12 @@ def kinds_of_layers(layers: Sequence[nn.Module]) -> list[Any]:
         }
         for layer in layers
     ]
-    values: dict[tuple[str, str], list[Any]] = {}
-    for key, value in (item for one in seen for item in one.items()):
-        values.setdefault(key, []).append(value)
+    values: dict[tuple[str, str], list[Any]] = defaultdict(list)
+    for one in seen:
+        for key, value in one.items():
+            values[key].append(value)
     own = {key for key, found in values.items() if type(found[0]) in (int, float) and len({*found}) == len(found) > 1}
-    return [frozenset((key, value) for key, value in one.items() if key not in own) for one in seen]
+    return [frozenset(item for item in one.items() if item[0] not in own) for one in seen]
 
 
 class Deep:

@@ -49,6 +49,16 @@ def some(like: Tensor, numbers: int, dtype: torch.dtype = torch.float32) -> Tens
     return like.new_empty(int(numbers), dtype=dtype)
 
 
+def alike(*tensors: Tensor | None, dtype: torch.dtype | None = None) -> list[Any]:
+    """Room for as much as each, where there is one."""
+    return [None if t is None else torch.empty_like(t, dtype=dtype) for t in tensors]
+
+
+def packed(*tensors: Tensor) -> list[Tensor]:
+    """The tensors, or copies where their last dimension does not lie one after the other."""
+    return [t if t.stride(-1) == 1 else t.contiguous() for t in tensors]
+
+
 def rows_last(x: Tensor) -> Tensor:
     """x, or a copy where neither its channels nor its tokens lie one after the other."""
     return x if 1 in (x.stride(1), x.stride(2)) else x.contiguous()
@@ -66,7 +76,7 @@ class _Convolution(torch.autograd.Function):
         x, weight, bias = ctx.saved_tensors
         dout = rows_last(dout)
         dx, dweight = torch.empty_like(x), torch.empty_like(weight, dtype=torch.float32)
-        return dx, dweight.to(weight.dtype), None if bias is None else torch.empty_like(bias)
+        return dx, dweight.to(weight.dtype), *alike(bias)
 
 
 def convolution(
@@ -97,10 +107,10 @@ class _GatedDeltaRule(torch.autograd.Function):
         keys = v.numel() // v.shape[3] * k.shape[3]  # for each head of the state
         states = keys * v.shape[3] // BLOCK  # before each block
         dout, between = dout.contiguous(), some(k, 5 * keys + 4 * v.numel() + 2 * states, k.dtype)
-        dstart = None if start is None else torch.empty_like(start, dtype=torch.float32)
-        dv, dg, dbeta = torch.empty_like(v), torch.empty_like(g), torch.empty_like(beta, dtype=torch.float32)
+        dstart, dbeta = alike(start, beta, dtype=torch.float32)
+        dv, dg = alike(v, g)
         del between
-        return torch.empty_like(q), torch.empty_like(k), dv, dg, dbeta.to(beta.dtype), dstart, None
+        return *alike(q, k), dv, dg, dbeta.to(beta.dtype), dstart, None
 
 
 def gated_delta_rule(
@@ -118,7 +128,7 @@ class _Mamba2(torch.autograd.Function):
         ctx: Any, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, D: Tensor | None, bias: Tensor | None,
         start: Tensor | None, chunk: int,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        x, B, C = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, B, C))
+        x, B, C = packed(x, B, C)
         end = x.new_empty(x.shape[0], *x.shape[2:], B.shape[3], dtype=torch.float32)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         ctx.save_for_backward(x, dt, B, C, A, D, bias, start, some(dt, dt.numel()))
@@ -130,16 +140,14 @@ class _Mamba2(torch.autograd.Function):
         x, dt, B, C, A, D, bias, start, _ = ctx.saved_tensors
         states = x.numel() * B.shape[3] // ctx.chunk  # before each chunk
         products = B.numel() // B.shape[3] * ctx.chunk  # of the tokens of each chunk
-        dout, dB, dC, ddt = dout.contiguous(), torch.empty_like(B), torch.empty_like(C), torch.empty_like(dt)
+        dout, (ddt, dB, dC, dstart) = dout.contiguous(), alike(dt, B, C, start)
         again = torch.empty_like(dt), some(dt, 2 * dt.numel() + products)
-        dstart = None if start is None else torch.empty_like(start)
         half, wide = some(x, 2 * states, x.dtype), some(x, 2 * states)
         del wide
         dx, wide = torch.empty_like(x), some(x, dt.numel() + 2 * B.numel() + products)
         del again, half, wide
         ctx.out = None
-        weights = [None if t is None else torch.empty_like(t) for t in (A, D, bias)]
-        return dx, ddt, dB, dC, *weights, dstart, None
+        return dx, ddt, dB, dC, *alike(A, D, bias), dstart, None
 
 
 def mamba2(
@@ -156,7 +164,7 @@ class _Mamba1(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        x, dt, B, C = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, dt, B, C))
+        x, dt, B, C = packed(x, dt, B, C)
         blocks = -(-x.shape[2] // SCAN)
         states = x.new_empty(*x.shape[:2], blocks, 2 * A.shape[1], dtype=torch.float32)
         ctx.save_for_backward(x, dt, A, B, C, D, bias, states)
@@ -165,11 +173,8 @@ class _Mamba1(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dend: Tensor) -> tuple[Tensor | None, ...]:
         x, dt, A, B, C, D, bias, _ = ctx.saved_tensors
-        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-        dx, ddt, dA = torch.empty_like(x), torch.empty_like(dt), torch.empty_like(A)
-        dB, dC = (torch.empty_like(t, dtype=torch.float32) for t in (B, C))
-        weights = [None if t is None else torch.empty_like(t) for t in (D, bias)]
-        return dx, ddt, dA, dB.to(B.dtype), dC.to(C.dtype), *weights
+        (dout,), (dx, ddt, dA), (dB, dC) = packed(dout), alike(x, dt, A), alike(B, C, dtype=torch.float32)
+        return dx, ddt, dA, dB.to(B.dtype), dC.to(C.dtype), *alike(D, bias)
 
 
 def mamba1(

@@ -264,15 +264,13 @@ def step(run: RunConfig, model: Any, handle: alstlib.Handle, ctx: alstlib.SPCont
 def moments_of(ledger: Ledger, start: int) -> dict[str, dict[str, int]]:
     """The moments that a ledger recorded of a step that began with so many bytes."""
     recorder: Any = ledger._cpu
-    return {key.removeprefix(f"{ROOT}."): _by_category(at, start) for key, (_, at) in recorder.moments.items()}
-
-
-def _by_category(places: Mapping[str, int], start: int) -> dict[str, int]:
-    found: Counter[str] = Counter()
-    for place, nbytes in places.items():
-        found[category(place) if place else "before"] += nbytes
-    found["before"] -= start
-    return {name: nbytes for name, nbytes in sorted(found.items()) if nbytes}
+    moments = {}
+    for key, (_, places) in recorder.moments.items():
+        found = Counter({"before": -start})
+        for place, nbytes in places.items():
+            found[category(place) if place else "before"] += nbytes
+        moments[key.removeprefix(f"{ROOT}.")] = {name: nbytes for name, nbytes in sorted(found.items()) if nbytes}
+    return moments
 
 
 def watch(handle: alstlib.Handle, places: Places, ledger: Ledger) -> None:
@@ -286,4 +284,4 @@ def watch(handle: alstlib.Handle, places: Places, ledger: Ledger) -> None:
         ledger.move(x, f"<{CHECKPOINTS}>")
 
     handle.store.put = kept  # type: ignore[method-assign]
-    places.finally_do(lambda: delattr(handle.store, "put"))
+    places.callback(delattr, handle.store, "put")

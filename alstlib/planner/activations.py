@@ -42,8 +42,6 @@ class Activations:
     """The kernel of core attention (`backends.BACKENDS`)."""
     hidden_on_host: bool = False
     """Whether the hidden states of streamed layers are kept on the host."""
-    kv_on_host: bool = False
-    """Whether their keys and values are kept on the host."""
     copied: int = 0
     """Copied between device and host in a step, in one direction at a time."""
     attention_share: float = 1.0
@@ -108,7 +106,7 @@ def activations(
     chunks = rows / chunk
     return Activations(
         _bytes(best), where, host, needed, outputs / max(1, shape.attending), every, kernel, streaming.hidden,
-        streaming.kv, copied_bytes(run, shape.layers, every, row, outputs * output, streaming, chunks, shape.attending),
+        copied_bytes(run, shape.layers, every, row, outputs * output, streaming, chunks, shape.attending),
         streaming.attention_share(chunks) if run.contrib.sparse and chunks > 1 else 1.0,
     )  # fmt: skip
 
@@ -202,7 +200,7 @@ def _by_blocks(
         copied += round(shape.attending * page * visits * (2 / 3 + 1))
     host = pages * kv
     return replace(
-        one, device=taken, host=one.host + host, host_needed=one.host_needed + host, kv_on_host=kv, copied=copied
+        one, device=taken, host=one.host + host, host_needed=one.host_needed + host, copied=copied
     )  # fmt: skip
 
 

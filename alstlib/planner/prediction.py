@@ -250,9 +250,8 @@ def longest(
 def with_degree(shape: Shape, run: RunConfig, machine: Machine, preset: str = "ours") -> RunConfig:
     """The run with its sequence parallel degree; where it names none, with the largest that its heads can be shared
     over and that divides the GPUs (0 where that is all of them): ours over any number of ranks."""
-    if run.engine.sp:
+    if run.engine.sp or preset == "ours":
         return run
-    for ranks in range(machine.gpus, 0, -1):
-        if machine.gpus % ranks == 0 and (preset == "ours" or shared_by_reference(shape, ranks)):
-            return run.replace(engine={"sp": 0 if ranks == machine.gpus else ranks})
-    raise ValueError(f"model='{shape.name}' has no heads")
+    divides = (n for n in range(machine.gpus, 0, -1) if machine.gpus % n == 0)
+    ranks = next(n for n in divides if shared_by_reference(shape, n))
+    return run.replace(engine={"sp": 0 if ranks == machine.gpus else ranks})

@@ -169,8 +169,6 @@ def outlook(run: RunConfig, gpus: int, nodes: int = 1) -> str:
 
 
 def largest(found: Prediction, where: str, machine: Machine) -> str:
-    parts = found.host if where == "host" else {}
-    if where == "device" or machine.device == "cpu":
-        parts = {**parts, **found.device}
-    top = sorted(parts.items(), key=lambda item: -item[1])[:3]
+    on_host = {**found.host, **found.device} if machine.device == "cpu" else found.host
+    top = sorted((on_host if where == "host" else found.device).items(), key=lambda item: -item[1])[:3]
     return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in top)

@@ -67,15 +67,15 @@ def table(found: Prediction, machine: Machine, speed: str | None = "", parts: bo
         made.add_row(*(Text(printable(cell), style) for cell in (name, value, text)))
 
     each = "rank" if machine.device == "cpu" else "GPU"
-    kinds = {"device": found.device, "host": found.host}
     for where, needs, has in found.sides:
-        if parts and kinds[where]:
+        held = found.device if where == "device" else found.host
+        if parts and held:
             add(f"{where} memory")
-            for name, nbytes in sorted(kinds[where].items(), key=lambda item: -item[1]):
+            for name, nbytes in sorted(held.items(), key=lambda item: -item[1]):
                 if nbytes > found.device_peak // 1000:
                     add(f"  {name}", sized(nbytes, found), _meaning(name, where, found), "")
         shared = where == "host" and machine.device == "cpu"  # with the device
-        total = needs if shared else sum(kinds[where].values())
+        total = needs if shared else sum(held.values())
         add(f"{where}, each {each}", sized(total, found), _of(where, total, has, found, machine, parts))
         if parts and speed is not None:
             made.add_row()

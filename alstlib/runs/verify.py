@@ -132,7 +132,7 @@ def verdict(answer: Json) -> tuple[str, str]:
 
 def said(case: Json) -> str:
     """What is wrong in a case: in which module, where that is known."""
-    text = "in {module} ({kind}): its {what} is off by {error:.1e} of its norm"
+    text = "in {module} ({kind}): its output is off by {error:.1e} of its norm"
     return text.format(**case["first"]) if case["first"] else case["reason"]
 
 
