@@ -1,4 +1,5 @@
-"""Answers for `planner.fits`: the sizes of any model, and what its step takes at any length, from simulated steps."""
+"""Answers for `planner.fits`: the sizes of any model, and what its step takes at any length, from simulated steps.
+`python -m alstlib.measure.answers` answers the question on standard input; the answer is the last line."""
 
 from __future__ import annotations
 
@@ -163,3 +164,7 @@ def _share(model: Any, layer: nn.Module, path: str, p: torch.Tensor) -> float:
     experts = listed[-1] if listed else p.shape[0] if p.ndim > 2 else 0
     chosen = max(each, default=getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1)
     return min(1.0, chosen / experts) if experts else 1.0
+
+
+if __name__ == "__main__":
+    print(json.dumps(answer(*json.load(sys.stdin))))
