@@ -176,14 +176,8 @@ class MeasureRates(Job):
         found = []
         for sender in range(self.world if self.world > 1 else 0):
             receiver = (sender + 1) % self.world
-
-            def pass_on(sender: int = sender, receiver: int = receiver) -> None:
-                if self.rank == sender:
-                    dist.send(x, receiver)
-                elif self.rank == receiver:
-                    dist.recv(x, sender)
-
-            found.append(x.numel() * 4 / max(self.every(self.seconds(pass_on))))
+            passes_on = {sender: partial(dist.send, x, receiver), receiver: partial(dist.recv, x, sender)}
+            found.append(x.numel() * 4 / max(self.every(self.seconds(passes_on.get(self.rank, lambda: None)))))
         return found
 
     def _numa(self) -> str:
