@@ -176,7 +176,10 @@ class MeasureRates(Job):
         found = []
         for sender in range(self.world if self.world > 1 else 0):
             receiver = (sender + 1) % self.world
-            passes_on = {sender: partial(dist.send, x, receiver), receiver: partial(dist.recv, x, sender)}
+            passes_on: dict[int, Callable[[], Any]] = {
+                sender: partial(dist.send, x, receiver),
+                receiver: partial(dist.recv, x, sender),
+            }
             found.append(x.numel() * 4 / max(self.every(self.seconds(passes_on.get(self.rank, lambda: None)))))
         return found
 

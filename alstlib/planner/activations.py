@@ -107,7 +107,7 @@ def activations(
     return Activations(
         _bytes(best), where, host, needed, outputs / max(1, shape.attending), every, kernel, streaming.hidden,
         copied_bytes(run, shape.layers, every, row, outputs * output, streaming, chunks, shape.attending),
-        streaming.attention_share(chunks) if run.contrib.sparse and chunks > 1 else 1.0,
+        streaming.attention_share(chunks),
     )  # fmt: skip
 
 
