@@ -109,7 +109,7 @@ def memory_profile(
                 assert p.grad is not None
                 ledger.move(p.grad, GRADIENTS)
 
-            places.finally_do(p.register_post_accumulate_grad_hook(is_gradient).remove)
+            places.callback(p.register_post_accumulate_grad_hook(is_gradient).remove)
         for tensor in _states(optimizer):
             ledger.move(tensor, OPTIMIZER)
 
@@ -119,7 +119,7 @@ def memory_profile(
 
         head: Any = getattr(model, "get_output_embeddings", lambda: None)()
         if head is not None:
-            places.finally_do(head.register_forward_pre_hook(lambda *_: enter("loss")).remove)
+            places.callback(head.register_forward_pre_hook(lambda *_: enter("loss")).remove)
         enter("forward")
         loss = forward()
         enter("backward")

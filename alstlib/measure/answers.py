@@ -1,5 +1,5 @@
 """Answers for `planner.fits`: the sizes of any model, and what its step takes at any length, from simulated steps.
-`python -m alstlib.measure.answers span` answers the question on standard input."""
+`python -m alstlib.measure.answers` answers the question on standard input; the answer is the last line."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def span(question: str, rows: int) -> dict[str, Any]:
     (`Deep.lengths`)."""
     deep = _deep(question)
     lengths, low, high = deep.lengths(rows)
-    first, *others = (deep.at(rows * deep.ranks) for rows in lengths)
-    then, further = others[0] if others else first, lengths[-1] - lengths[0]
+    found, further = [deep.at(rows * deep.ranks) for rows in lengths], lengths[-1] - lengths[0]
+    first, then = found[0], found[-1]
 
     def line(here: float, there: float) -> tuple[float, float]:
         slope = (there - here) / further if further else 0.0
@@ -91,16 +91,16 @@ def _without_smaller(
         bases, slopes = zip(*lines[key].values()) if lines[key] else ((0.0,), (0.0,))
         return sum(bases) + rows * sum(slopes), sum(slopes)
 
-    groups: dict[tuple[str, bool], list[tuple[tuple[float, float], str]]] = {}
-    for key in lines:
+    def group(key: str) -> tuple[str, bool]:
         place = key.partition("|")[0]
-        groups.setdefault((part_of(place), KERNEL in place), []).append((size(key), key))
+        return part_of(place), KERNEL in place
+
+    groups = [*dict.fromkeys(map(group, lines))]
     kept: dict[str, dict[str, tuple[float, float]]] = {}
-    for found in groups.values():
-        steepest = -1.0
-        for (_, slope), key in sorted(found, reverse=True):
-            if slope > steepest:
-                kept[key], steepest = lines[key], slope
+    steepest = dict.fromkeys(groups, -1.0)
+    for key in sorted(lines, key=lambda key: (-groups.index(group(key)), size(key), key), reverse=True):
+        if (slope := size(key)[1]) > steepest[group(key)]:
+            kept[key], steepest[group(key)] = lines[key], slope
     return kept
 
 
@@ -165,14 +165,5 @@ def _share(model: Any, layer: nn.Module, path: str, p: torch.Tensor) -> float:
     return min(1.0, chosen / experts) if experts else 1.0
 
 
-def main() -> None:
-    """Answer the question on standard input; the answer is the last line that is printed."""
-    try:
-        found = answer(sys.argv[1], json.load(sys.stdin))
-    except ValueError as e:
-        found = {"refused": str(e)}
-    print(json.dumps(found))
-
-
 if __name__ == "__main__":
-    main()
+    print(json.dumps(answer(*json.load(sys.stdin))))

@@ -11,7 +11,7 @@ import copy
 import functools
 import gc
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, get_args
@@ -47,10 +47,10 @@ def kinds_of_layers(layers: Sequence[nn.Module]) -> list[Any]:
         }
         for layer in layers
     ]
-    values: dict[tuple[str, str], list[Any]] = {}
+    values: dict[tuple[str, str], list[Any]] = defaultdict(list)
     for one in seen:
         for key, value in one.items():
-            values.setdefault(key, []).append(value)
+            values[key].append(value)
     own = {key for key, found in values.items() if type(found[0]) in (int, float) and len({*found}) == len(found) > 1}
     return [frozenset(item for item in one.items() if item[0] not in own) for one in seen]
 
@@ -80,12 +80,11 @@ class Deep:
         last = {kind: i for i, kind in enumerate(kinds)}
         self.chosen = sorted({0, *last.values()})
         """Layers of the shallowest model."""
-        left = [(i, kind) for i, kind in enumerate(kinds) if i not in self.chosen]
-        self.further = [(kind, next(i for i, k in left if k == kind)) for kind in {kind for _, kind in left}]
+        self.left = [(i, kind) for i, kind in enumerate(kinds) if i not in self.chosen]
+        self.further = {kind: i for i, kind in reversed(self.left)}
         """One layer of each kind that the whole model has more layers of."""
-        self.left = left
         if self.holder is None:  # layers in several lists: all are run
-            self.chosen, self.further, self.left = list(range(len(self.layers))), [], []
+            self.chosen, self.further, self.left = list(range(len(self.layers))), {}, []
 
     def whole(self) -> Any:
         """The model that trains."""
@@ -93,16 +92,14 @@ class Deep:
 
     def run_step(self, model: Any, run: RunConfig, tiles: TileRule | None) -> Simulated:
         """A step of a shallow model."""
-        return run_model(model, run, self.ranks, self.device, True, self.capability, tiles)
+        return run_model(model, run, self.ranks, self.device, self.capability, tiles)
 
     def at(self, seq_len: int) -> Simulated:
         """The whole model at this length."""
         gc.collect()  # fake tensors of earlier steps, which a search of an hour would let grow to gigabytes
         few = self.shallow(self.chosen, seq_len)
-        more = {}
-        for kind, i in self.further:
-            first, *rest = self.chosen
-            more[kind] = self.shallow([first, i, *rest], seq_len)
+        first, *rest = self.chosen
+        more = {kind: self.shallow([first, i, *rest], seq_len) for kind, i in self.further.items()}
         moments: dict[str, dict[str, int]] = {}
         for key, base in few.moments.items():
             before = layer_of(key, len(self.layers))

@@ -1,7 +1,8 @@
 """Stand-ins for the fused kernels of layers with a state, which take no fake tensors and run on no CPU.
 
 Each takes the arguments of transformers' own function of that name, makes no values, and holds what the published
-kernels hold: what their autograd functions keep for backward, and what forward and backward make besides. (As read in
+kernels hold: what their autograd functions keep for backward, and what backward makes besides, where it takes most.
+Forward makes less than that besides, so that a step's peak is never there, and it is left out. (As read in
 flash-linear-attention `fla/ops/gated_delta_rule/chunk.py`, mamba-ssm `ops/triton/ssd_combined.py` and
 `ops/selective_scan_interface.py`, and causal-conv1d.) What a compiled kernel takes for itself is not seen: no GPU ran.
 
@@ -48,6 +49,16 @@ def some(like: Tensor, numbers: int, dtype: torch.dtype = torch.float32) -> Tens
     return like.new_empty(int(numbers), dtype=dtype)
 
 
+def alike(*tensors: Tensor | None, dtype: torch.dtype | None = None) -> list[Any]:
+    """Room for as much as each, where there is one."""
+    return [None if t is None else torch.empty_like(t, dtype=dtype) for t in tensors]
+
+
+def packed(*tensors: Tensor) -> list[Tensor]:
+    """The tensors, or copies where their last dimension does not lie one after the other."""
+    return [t if t.stride(-1) == 1 else t.contiguous() for t in tensors]
+
+
 def rows_last(x: Tensor) -> Tensor:
     """x, or a copy where neither its channels nor its tokens lie one after the other."""
     return x if 1 in (x.stride(1), x.stride(2)) else x.contiguous()
@@ -65,7 +76,7 @@ class _Convolution(torch.autograd.Function):
         x, weight, bias = ctx.saved_tensors
         dout = rows_last(dout)
         dx, dweight = torch.empty_like(x), torch.empty_like(weight, dtype=torch.float32)
-        return dx, dweight.to(weight.dtype), None if bias is None else torch.empty_like(bias)
+        return dx, dweight.to(weight.dtype), *alike(bias)
 
 
 def convolution(
@@ -85,40 +96,21 @@ class _GatedDeltaRule(torch.autograd.Function):
         if norm:
             rstd = some(q, q.numel() // q.shape[-1]), some(k, k.numel() // k.shape[-1])
             q, k = torch.empty_like(q), torch.empty_like(k)
-        wide = some(k, BLOCK * beta.numel())
         solved, g = some(k, BLOCK * beta.numel(), k.dtype), torch.empty_like(g, dtype=torch.float32)
-        del wide
-        keys, values, states = _of_delta(k, v)
-        between = [some(k, n, k.dtype) for n in (keys, values, states, values)]
         out, end = torch.empty_like(v), v.new_empty(v.shape[0], v.shape[2], k.shape[3], v.shape[3], dtype=torch.float32)
-        del between
         ctx.save_for_backward(q, k, v, g, beta, solved, start, *rstd)
-        ctx.norm = norm
         return out, end
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dend: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, g, beta, _, start, *_ = ctx.saved_tensors
-        dout, (keys, values, states) = dout.contiguous(), _of_delta(k, v)
-        between = [some(k, n, k.dtype) for n in (keys, values, states, values)]
-        dv = some(k, values, k.dtype)
-        dstart = None if start is None else torch.empty_like(start, dtype=torch.float32)
-        between += [some(k, states, k.dtype), dv, some(k, values, k.dtype)]
-        del dv
-        between += [some(k, keys, k.dtype) for _ in "qkw"]
-        dg, dbeta = torch.empty_like(g), torch.empty_like(beta, dtype=torch.float32)
-        second, dv = some(k, keys, k.dtype), torch.empty_like(v)
-        del second, between
-        dq, dk = torch.empty_like(q), torch.empty_like(k)
-        if ctx.norm:
-            dq, dk = torch.empty_like(dq), torch.empty_like(dk)
-        return dq, dk, dv, dg, dbeta.to(beta.dtype), dstart, None
-
-
-def _of_delta(k: Tensor, v: Tensor) -> tuple[int, int, int]:
-    """Numbers: of keys for each head of the state, of values, and of the states before each block."""
-    keys = v.numel() // v.shape[3] * k.shape[3]
-    return keys, v.numel(), keys * v.shape[3] // BLOCK
+        keys = v.numel() // v.shape[3] * k.shape[3]  # for each head of the state
+        states = keys * v.shape[3] // BLOCK  # before each block
+        dout, between = dout.contiguous(), some(k, 5 * keys + 4 * v.numel() + 2 * states, k.dtype)
+        dstart, dbeta = alike(start, beta, dtype=torch.float32)
+        dv, dg = alike(v, g)
+        del between
+        return *alike(q, k), dv, dg, dbeta.to(beta.dtype), dstart, None
 
 
 def gated_delta_rule(
@@ -136,47 +128,26 @@ class _Mamba2(torch.autograd.Function):
         ctx: Any, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, D: Tensor | None, bias: Tensor | None,
         start: Tensor | None, chunk: int,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        x, B, C = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, B, C))
-        sums, steps = some(dt, dt.numel()), some(dt, dt.numel())
-        states = _states_of_mamba2(x, B, chunk)
-        wide = some(x, states)
-        passed, end = some(x, states, C.dtype), x.new_empty(x.shape[0], *x.shape[2:], B.shape[3], dtype=torch.float32)
-        del wide
-        products = some(x, _products(B, chunk))
+        x, B, C = packed(x, B, C)
+        end = x.new_empty(x.shape[0], *x.shape[2:], B.shape[3], dtype=torch.float32)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        del products, passed, steps
-        ctx.save_for_backward(x, dt, B, C, A, D, bias, start, sums)
+        ctx.save_for_backward(x, dt, B, C, A, D, bias, start, some(dt, dt.numel()))
         ctx.out, ctx.chunk = out.detach(), chunk
         return out, end
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dend: Tensor) -> tuple[Tensor | None, ...]:
         x, dt, B, C, A, D, bias, start, _ = ctx.saved_tensors
-        dout, states = dout.contiguous(), _states_of_mamba2(x, B, ctx.chunk)
-        dB, dC, ddt = torch.empty_like(B), torch.empty_like(C), torch.empty_like(dt)
-        again = [torch.empty_like(dt), *(some(dt, dt.numel()) for _ in range(2)), some(x, _products(B, ctx.chunk))]
-        made = some(x, states)
-        passed, dstates = some(x, states), some(x, states)
-        del made
-        dstart = None if start is None else torch.empty_like(start)
-        half = [some(x, states, x.dtype), some(x, states, x.dtype)]
-        del passed, dstates
-        dx = torch.empty_like(x)
-        wide = [some(dt, dt.numel()), *(some(B, B.numel()) for _ in "BC"), some(x, _products(B, ctx.chunk))]
+        states = x.numel() * B.shape[3] // ctx.chunk  # before each chunk
+        products = B.numel() // B.shape[3] * ctx.chunk  # of the tokens of each chunk
+        dout, (ddt, dB, dC, dstart) = dout.contiguous(), alike(dt, B, C, start)
+        again = torch.empty_like(dt), some(dt, 2 * dt.numel() + products)
+        half, wide = some(x, 2 * states, x.dtype), some(x, 2 * states)
+        del wide
+        dx, wide = torch.empty_like(x), some(x, dt.numel() + 2 * B.numel() + products)
         del again, half, wide
         ctx.out = None
-        weights = [None if t is None else torch.empty_like(t) for t in (A, D, bias)]
-        return dx, ddt, dB, dC, *weights, dstart, None
-
-
-def _states_of_mamba2(x: Tensor, B: Tensor, chunk: int) -> int:
-    """Numbers of the states before each chunk."""
-    return x.numel() * B.shape[3] // chunk
-
-
-def _products(B: Tensor, chunk: int) -> int:
-    """Numbers of the products of the tokens of each chunk."""
-    return B.numel() // B.shape[3] * chunk
+        return dx, ddt, dB, dC, *alike(A, D, bias), dstart, None
 
 
 def mamba2(
@@ -193,7 +164,7 @@ class _Mamba1(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        x, dt, B, C = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, dt, B, C))
+        x, dt, B, C = packed(x, dt, B, C)
         blocks = -(-x.shape[2] // SCAN)
         states = x.new_empty(*x.shape[:2], blocks, 2 * A.shape[1], dtype=torch.float32)
         ctx.save_for_backward(x, dt, A, B, C, D, bias, states)
@@ -202,11 +173,8 @@ class _Mamba1(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dend: Tensor) -> tuple[Tensor | None, ...]:
         x, dt, A, B, C, D, bias, _ = ctx.saved_tensors
-        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-        dx, ddt, dA = torch.empty_like(x), torch.empty_like(dt), torch.empty_like(A)
-        dB, dC = (torch.empty_like(t, dtype=torch.float32) for t in (B, C))
-        weights = [None if t is None else torch.empty_like(t) for t in (D, bias)]
-        return dx, ddt, dA, dB.to(B.dtype), dC.to(C.dtype), *weights
+        (dout,), (dx, ddt, dA), (dB, dC) = packed(dout), alike(x, dt, A), alike(B, C, dtype=torch.float32)
+        return dx, ddt, dA, dB.to(B.dtype), dC.to(C.dtype), *alike(D, bias)
 
 
 def mamba1(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import resource
 import socket
 import statistics
 import time
@@ -35,8 +34,8 @@ from alstlib.sizing import cores, host_free
 from alstlib.train.worker import Job, node_count, run_worker, wait_for
 
 MIB = 2**20
-LENGTHS = {"cuda": (8192, 32_768, 65_536), "cpu": (1024, 2048, 4096)}
-"""Tokens at which attention is timed; the longest counts, because kernels are better the longer they run."""
+LENGTH = {"cuda": 65_536, "cpu": 4096}
+"""Tokens at which attention is timed: many, because kernels are better the longer they run."""
 ROWS = {"cuda": 16_384, "cpu": 1024}
 """Rows of the matrix products."""
 MESSAGE = {"cuda": 512 * MIB, "cpu": 16 * MIB}
@@ -98,8 +97,8 @@ class MeasureRates(Job):
     def __call__(self) -> dict[str, Any]:
         began = time.monotonic()
         rates: dict[str, list[float]] = {}
-        for i, (name, measure) in enumerate(self.parts().items()):
-            self.say(f"{name}, {i + 1} of {len(self.parts())} measurements")
+        for i, measure in enumerate((self.matmul, self.attention, self.copies, self.adam, self.collectives)):
+            self.say(f"measurement {i + 1} of 5: {measure.__name__}")
             for key, value in measure().items():
                 rates[key] = self.every(value)
         links = self.links()
@@ -114,13 +113,9 @@ class MeasureRates(Job):
             "gpu_memory": None if here is None else here.get_device_properties(self.device).total_memory,
             "host_memory": None if free is None else int(min(self.every(free))),
             "overheads": {name: int(max(self.every(nbytes))) for name, nbytes in self.gone.items()},
-            "rates": rates, "links": links, "places": hosts, **self.about(), "seconds": time.monotonic() - began,
-        }  # fmt: skip
-
-    def parts(self) -> dict[str, Callable[[], dict[str, float]]]:
-        return {
-            "matrix products": self.matmul, "attention": self.attention, "copies to and from the host": self.copies,
-            "AdamW on the host": self.adam, "collectives": self.collectives,
+            "rates": rates, "links": links, "places": hosts, "seconds": time.monotonic() - began,
+            "torch": torch.__version__, "cuda": torch.version.cuda, "driver": _driver() if self.gpu else None,
+            "cores": cores(),
         }  # fmt: skip
 
     def matmul(self) -> dict[str, float]:
@@ -130,22 +125,20 @@ class MeasureRates(Job):
         return {"matmul": 2 * rows * shape.width * shape.mlp / self.seconds(lambda: x @ w)}
 
     def attention(self) -> dict[str, float]:
-        """FLOPs a second of the causal half, at each length."""
-        dim, shape = self.shape.head_dim, self.shape
+        """FLOPs a second of the causal half."""
+        dim, shape, length = self.shape.head_dim, self.shape, LENGTH[self.kind]
         kv = max(1, shape.kv_heads // self.world)
         heads = kv * max(1, shape.heads // shape.kv_heads)
-        backend, rule, found = choose_backend("sdpa", self.device, self.dtype, dim), Rule(dim**-0.5), {}
-        for length in LENGTHS[self.kind]:
-            q, dout, k, v = (self._heads(n, length) for n in (heads, heads, kv, kv))
-            kept = Attended(q, k, v, *attention_forward(backend, q, k, v, rule=rule))
-            steps: dict[str, tuple[int, Callable[[], Any]]] = {
-                "forward": (2, partial(attention_forward, backend, q, k, v, rule=rule)),
-                "backward": (5, partial(attention_backward, backend, dout, kept, rule=rule)),
-            }
-            for way, (products, step) in steps.items():
-                found[f"attention_{way}_{length}"] = products * length**2 * dim * heads / self.seconds(step)
-        last = LENGTHS[self.kind][-1]
-        return {**found, **{f"attention_{way}": found[f"attention_{way}_{last}"] for way in ("forward", "backward")}}
+        backend, rule = choose_backend("sdpa", self.device, self.dtype, dim), Rule(dim**-0.5)
+        # as they come out of an exchange: views of [S, 1, heads, D]
+        q, dout, k, v = (self._random(length, 1, n, dim).permute(1, 2, 0, 3) for n in (heads, heads, kv, kv))
+        forward = partial(attention_forward, backend, q, k, v, rule=rule)
+        backward = partial(attention_backward, backend, dout, Attended(q, k, v, *forward()), rule=rule)
+        product = length**2 * dim * heads
+        return {
+            "attention_forward": 2 * product / self.seconds(forward),
+            "attention_backward": 5 * product / self.seconds(backward),
+        }
 
     def copies(self) -> dict[str, float]:
         """Bytes a second, each way, of all ranks at once; from memory that is not pinned too."""
@@ -193,48 +186,23 @@ class MeasureRates(Job):
         found = []
         for sender in range(self.world if self.world > 1 else 0):
             receiver = (sender + 1) % self.world
-
-            def pass_on(sender: int = sender, receiver: int = receiver) -> None:
-                if self.rank == sender:
-                    dist.send(x, receiver)
-                elif self.rank == receiver:
-                    dist.recv(x, sender)
-
-            found.append(x.numel() * 4 / max(self.every(self.seconds(pass_on))))
+            passes_on: dict[int, Callable[[], Any]] = {
+                sender: partial(dist.send, x, receiver),
+                receiver: partial(dist.recv, x, sender),
+            }
+            found.append(x.numel() * 4 / max(self.every(self.seconds(passes_on.get(self.rank, lambda: None)))))
         return found
-
-    def about(self) -> dict[str, Any]:
-        """What may explain a low rate."""
-        return {
-            "torch": torch.__version__, "cuda": torch.version.cuda, "driver": _driver() if self.gpu else None,
-            "locked_memory": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-            "cores": cores(),
-        }  # fmt: skip
 
     def _numa(self) -> str:
         """The NUMA nodes of this rank's GPU (NVIDIA's) and of the cores that it may use, as `gpu/cores`; `-` is not
         known."""
-        gpu, cores = numa_node(self.device.index) if self.device.type == "cuda" else None, "-"
-        with contextlib.suppress(OSError, AttributeError, IndexError):
-            mine, on = os.sched_getaffinity(0), []
-            for node in sorted(Path("/sys/devices/system/node").glob("node[0-9]*")):
-                if mine & set(_cores((node / "cpulist").read_text())):
-                    on.append(node.name.removeprefix("node"))
-            cores = ",".join(on) or "-"
-        return f"{'-' if gpu is None else gpu}/{cores}"
-
-    def _heads(self, heads: int, length: int) -> Tensor:
-        """[1, heads, S, D] as it comes out of an exchange: a view of [S, 1, heads, D]."""
-        return self._random(length, 1, heads, self.shape.head_dim).permute(1, 2, 0, 3)
+        gpu = numa_node(self.device.index) if self.device.type == "cuda" else None
+        mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+        nodes = {node.name for core in mine for node in Path(f"/sys/devices/system/cpu/cpu{core}").glob("node[0-9]*")}
+        return f"{'-' if gpu is None else gpu}/{','.join(sorted(nodes)).replace('node', '') or '-'}"
 
     def _random(self, *sizes: int) -> Tensor:
         return torch.randn(*sizes, device=self.device, dtype=self.dtype)
-
-
-def _cores(text: str) -> list[int]:
-    """`0-3,8` as numbers."""
-    spans = [part.partition("-") for part in text.strip().split(",") if part]
-    return [core for first, _, last in spans for core in range(int(first), int(last or first) + 1)]
 
 
 def _driver() -> str | None:

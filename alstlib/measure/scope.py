@@ -7,7 +7,7 @@ backward. Nothing here holds a tensor, so that lifetimes stay as they are.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -34,10 +34,10 @@ def category(path: str) -> str:
         return path[path.index("<") + 1 : -1]
     if match := _LAYER.match(path):
         child = match[2].partition(".")[0]
-        if "norm" not in child and ("attn" in child or "attention" in child or child == "mixer"):
-            return STATES if child in STATEFUL else ATTENTION
         if child in STATEFUL:
             return STATES
+        if "norm" not in child and ("attn" in child or "attention" in child or child == "mixer"):
+            return ATTENTION
         return MLP if child in ("mlp", "feed_forward", "ffn", "block_sparse_moe") else HIDDEN
     return HIDDEN if "embed" in path or "rotary" in path or "wte" in path else LOSS
 
@@ -66,19 +66,17 @@ def tag(out: Any, place: str) -> None:
             node.metadata.setdefault("place", place)
 
 
-class Places:
+class Places(ExitStack):
     """While it is entered, `now()` is the path of the module whose operation runs (of its forward or backward)."""
 
     def __init__(self, model: nn.Module) -> None:
+        super().__init__()
         self.stack: list[str] = []
         self._tagging: list[_Tag | None] = []
         self._last = ROOT
-        self._undo: list[Callable[[], Any]] = []
         for name, module in model.named_modules(prefix=ROOT):
-            self._undo += [
-                module.register_forward_pre_hook(self._enter(name)).remove,
-                module.register_forward_hook(self._leave, always_call=True).remove,
-            ]
+            self.callback(module.register_forward_pre_hook(self._enter(name)).remove)
+            self.callback(module.register_forward_hook(self._leave, always_call=True).remove)
 
     def _enter(self, name: str) -> Any:
         def enter(*_: Any) -> None:
@@ -107,11 +105,7 @@ class Places:
                 self.stack.pop()
 
         setattr(thing, method, wrapped)
-        self._undo.append(lambda: delattr(thing, method))
-
-    def finally_do(self, undo: Callable[[], Any]) -> None:
-        """At the end, undo this too."""
-        self._undo.append(undo)
+        self.callback(delattr, thing, method)
 
     def now(self) -> str:
         if self.stack:
@@ -122,10 +116,3 @@ class Places:
             return _LAYER.sub(r"\1", self._last)
         self._last = place
         return place
-
-    def __enter__(self) -> Places:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        for undo in self._undo:
-            undo()

@@ -111,23 +111,22 @@ def fake_ranks(ranks: int) -> Iterator[alstlib.SPContext]:
         dist.destroy_process_group()
 
 
-def simulate(run: RunConfig, ranks: int, device: str = "cuda", fake: bool = True, capability: int = 9) -> Simulated:
+def simulate(run: RunConfig, ranks: int, device: str = "cuda", *, capability: int = 9) -> Simulated:
     """One step of one of `ranks` ranks that share a sample of `run.seq_len` tokens, with the run's model and options.
 
     Args:
         run: its engine is not run.
         ranks: the SP degree.
         device: whose tiles and kernels are taken, `cuda` or `cpu`.
-        fake: False runs real tensors on the CPU, which must have room: to hold the simulation against.
         capability: the first number of the GPU's compute capability.
 
     Raises:
         ValueError: sparse pages, which are chosen by values, or a model or option that `apply` refuses.
     """
     run = roomy(run)
-    with torch.device("meta" if fake else "cpu"):
+    with torch.device("meta"):
         model = whole_model(run, device)
-    return run_model(model, run, ranks, device, fake, capability)
+    return run_model(model, run, ranks, device, capability)
 
 
 def whole_model(run: RunConfig, device: str) -> Any:
@@ -152,20 +151,16 @@ def whole_model(run: RunConfig, device: str) -> Any:
 
 
 def run_model(
-    model: Any, run: RunConfig, ranks: int, device: str, fake: bool, capability: int, tiles: TileRule | None = None
+    model: Any, run: RunConfig, ranks: int, device: str, capability: int, tiles: TileRule | None = None
 ) -> Simulated:
-    """A step of a model on meta (or, not `fake`, with real weights), with tiles as on the device, or by a rule."""
-    with fake_ranks(ranks) as ctx, as_on(tiles or device):
-        kernels = kernels_as_on(device, capability) if fake else nullcontext()
-        alike = some_of_many() if fake else nullcontext()
-        states = fused_states(model) if fake and device == "cuda" else nullcontext()
-        with kernels, alike, states, alstlib.apply(model, ctx, run.options) as handle:
-            if not fake:
-                drop_gradients(model)
-                return step(run, model, handle, ctx)
-            with FakeTensorMode(allow_non_fake_inputs=True):
-                drop_gradients(model.to_empty(device="cpu"))  # which makes new weights, without hooks
-                return step(run, model, handle, ctx)
+    """A step of a model on meta, with tiles as on the device, or by a rule."""
+    states = fused_states(model) if device == "cuda" else nullcontext()
+    with (
+        fake_ranks(ranks) as ctx, as_on(tiles or device), kernels_as_on(device, capability), some_of_many(), states,
+        alstlib.apply(model, ctx, run.options) as handle, FakeTensorMode(allow_non_fake_inputs=True),
+    ):  # fmt: skip
+        drop_gradients(model.to_empty(device="cpu"))  # which makes new weights, without hooks
+        return step(run, model, handle, ctx)
 
 
 @contextmanager
@@ -269,15 +264,13 @@ def step(run: RunConfig, model: Any, handle: alstlib.Handle, ctx: alstlib.SPCont
 def moments_of(ledger: Ledger, start: int) -> dict[str, dict[str, int]]:
     """The moments that a ledger recorded of a step that began with so many bytes."""
     recorder: Any = ledger._cpu
-    return {key.removeprefix(f"{ROOT}."): _by_category(at, start) for key, (_, at) in recorder.moments.items()}
-
-
-def _by_category(places: Mapping[str, int], start: int) -> dict[str, int]:
-    found: Counter[str] = Counter()
-    for place, nbytes in places.items():
-        found[category(place) if place else "before"] += nbytes
-    found["before"] -= start
-    return {name: nbytes for name, nbytes in sorted(found.items()) if nbytes}
+    moments = {}
+    for key, (_, places) in recorder.moments.items():
+        found = Counter({"before": -start})
+        for place, nbytes in places.items():
+            found[category(place) if place else "before"] += nbytes
+        moments[key.removeprefix(f"{ROOT}.")] = {name: nbytes for name, nbytes in sorted(found.items()) if nbytes}
+    return moments
 
 
 def watch(handle: alstlib.Handle, places: Places, ledger: Ledger) -> None:
@@ -291,4 +284,4 @@ def watch(handle: alstlib.Handle, places: Places, ledger: Ledger) -> None:
         ledger.move(x, f"<{CHECKPOINTS}>")
 
     handle.store.put = kept  # type: ignore[method-assign]
-    places.finally_do(lambda: delattr(handle.store, "put"))
+    places.callback(delattr, handle.store, "put")

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +16,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
@@ -157,12 +157,13 @@ def compare(
     except Exception as e:
         return {"result": "not built", "reason": f"plain transformers: {why(e)}"}
     errors, loss_error = errors_of(got, want), abs(mean - loss) / abs(loss)
-    where = max(errors, key=errors.__getitem__)
+    wrong = [n for n, error in errors.items() if not error < exact[model.dtype][1]]
     changed = next((n for n, t in model.state_dict().items() if not torch.equal(t, state[n])), None)
-    made = {"dtype": str(model.dtype), "loss": loss_error, "gradient": errors[where], "notes": handle.notes}
-    if loss_error < exact[model.dtype][0] and errors[where] < exact[model.dtype][1] and changed is None:
+    made = {"dtype": str(model.dtype), "loss": loss_error, "gradient": max(errors.values()), "notes": handle.notes}
+    if loss_error < exact[model.dtype][0] and not wrong and changed is None:
         return {"result": "exact", "reason": "", **made}
-    return {"result": "wrong", "reason": f"{changed} has changed" if changed else f"gradient of {where}", **made}
+    last = f"gradient of {wrong[-1]}" if wrong else "loss"  # backward comes there first
+    return {"result": "wrong", "reason": f"{changed} has changed" if changed else last, **made}
 
 
 def judge(make: Callable[[torch.dtype], Any], cases: Mapping[str, Callable[[Any], Outcome]]) -> dict[str, Outcome]:
@@ -180,28 +181,25 @@ def judge(make: Callable[[torch.dtype], Any], cases: Mapping[str, Callable[[Any]
 # ----- what differs
 
 
-def _watched(model: nn.Module, run: Callable[[], Reference]) -> tuple[dict[str, list[Tensor]], Reference]:
-    """The outputs of each module in a step, in the order in which they are done, and the step's result."""
+def _watched(model: nn.Module, step: Callable[[], Any]) -> dict[str, list[Tensor]]:
+    """The outputs of each module in a step, in the order in which they are done."""
     seen: dict[str, list[Tensor]] = {}
-    hooks = []
-    for name, module in model.named_modules():
 
-        def note(module: nn.Module, args: Any, out: Any, name: str = name) -> None:
-            tensors = [t.detach() for t in tree_leaves(out) if isinstance(t, Tensor) and t.ndim > 1]
-            if tensors:
-                seen.setdefault(name, []).append(tensors[0].flatten(0, 1) if tensors[0].ndim > 2 else tensors[0])
+    def note(name: str, module: nn.Module, args: Any, out: Any) -> None:
+        tensors = [t.detach() for t in tree_leaves(out) if isinstance(t, Tensor) and t.ndim > 1]
+        if tensors:
+            seen.setdefault(name, []).append(tensors[0].flatten(0, 1) if tensors[0].ndim > 2 else tensors[0])
 
-        hooks.append(module.register_forward_hook(note))
-    try:
-        return seen, run()
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with contextlib.ExitStack() as hooks:
+        for name, module in model.named_modules():
+            hooks.callback(module.register_forward_hook(functools.partial(note, name)).remove)
+        step()
+    return seen
 
 
 def _rows(pieces: list[Tensor], count: int) -> Tensor | None:
     """The first `count` rows, where pieces make up just as many: what follows is a recompute."""
-    ends = [sum(p.shape[0] for p in pieces[: i + 1]) for i in range(len(pieces))]
+    ends = [*itertools.accumulate(map(len, pieces))]
     if count not in ends or len({p.shape[1:] for p in pieces}) > 1:
         return None
     return torch.cat(pieces[: ends.index(count) + 1])
@@ -210,37 +208,25 @@ def _rows(pieces: list[Tensor], count: int) -> Tensor | None:
 def first_difference(
     model: Any, ctx: alstlib.SPContext, options: alstlib.Options, data: Mapping[str, Any], block: int | None = None
 ) -> Outcome:
-    """The first module whose output differs from plain transformers' on this rank's slice; where none does, the last
-    whose parameters' gradients differ (backward comes there first)."""
+    """The first module whose output differs from plain transformers' on this rank's slice, if any does."""
 
-    def attached() -> Reference:
+    def attached() -> None:
         with alstlib.apply(model, ctx, options) as handle:
-            return attached_step(handle, data, block)
+            attached_step(handle, data, block)
 
-    seen, (_, got) = _watched(model, attached)
-    expected, (_, want) = _watched(model, lambda: plain(model, data))
+    seen, expected = _watched(model, attached), _watched(model, lambda: plain(model, data))
     length = data["input_ids"].shape[1]
     rows, limit = -(-length // ctx.sp), EXACT[model.dtype][1] * 10
     mine = slice(ctx.sp_rank * rows, min(length, (ctx.sp_rank + 1) * rows))
-    order = list(expected)
-
-    def found(name: str, what: str, error: float) -> Outcome:
-        kind = type(model.get_submodule(name)).__name__
-        return {"module": name, "kind": kind, "what": what, "error": error, "order": order.index(name)}
-
-    for name in order:
-        ours, theirs = _rows(seen.get(name, []), rows), _rows(expected[name], length)
+    for order, (name, outputs) in enumerate(expected.items()):
+        ours, theirs = _rows(seen.get(name, []), rows), _rows(outputs, length)
         if ours is None or theirs is None or ours[0].shape != theirs[0].shape:
             continue
         theirs = theirs[mine].double()
         error = float((ours[: len(theirs)].double() - theirs).norm() / theirs.norm().clamp_min(1e-30))
         if not error < limit:
-            return found(name, "output", error)
-    wrong = {n: e for n, e in errors_of(got, want).items() if not e < limit and n.rpartition(".")[0] in order}
-    if not wrong:
-        return {}
-    last = max(wrong, key=lambda n: (order.index(n.rpartition(".")[0]), wrong[n]))
-    return found(last.rpartition(".")[0], f"gradient of {last.rpartition('.')[2]}", wrong[last])
+            return {"module": name, "kind": type(model.get_submodule(name)).__name__, "error": error, "order": order}
+    return {}
 
 
 # ----- alst verify
@@ -294,14 +280,12 @@ def _at_full_size(config: Any, options: alstlib.Options, trust: bool) -> list[An
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Tiny models have much to warn about: only what we print is said."""
-    before = logging.root.manager.disable, transformers.logging.get_verbosity()
+    before = logging.root.manager.disable
     logging.disable(logging.WARNING)
-    transformers.logging.set_verbosity_error()
     try:
         yield
     finally:
-        logging.disable(before[0])
-        transformers.logging.set_verbosity(before[1])
+        logging.disable(before)
 
 
 @quiet()

@@ -41,8 +41,6 @@ class Activations:
     """The kernel of core attention (`backends.BACKENDS`)."""
     hidden_on_host: bool = False
     """Whether the hidden states of streamed layers are kept on the host."""
-    kv_on_host: bool = False
-    """Whether their keys and values are kept on the host."""
     copied: int = 0
     """Copied between device and host in a step, in one direction at a time."""
     attention_share: float = 1.0
@@ -107,8 +105,8 @@ def activations(
     chunks = rows / chunk
     return Activations(
         _bytes(best), where, host, needed, outputs / max(1, shape.attending), every, kernel, streaming.hidden,
-        streaming.kv, copied_bytes(run, shape.layers, every, row, outputs * output, streaming, chunks, shape.attending),
-        streaming.attention_share(chunks) if run.contrib.sparse and chunks > 1 else 1.0,
+        copied_bytes(run, shape.layers, every, row, outputs * output, streaming, chunks, shape.attending),
+        streaming.attention_share(chunks),
     )  # fmt: skip
 
 
@@ -165,13 +163,13 @@ def _asked(
     shape: Shape, run: RunConfig, ranks: int, device: str, capability: int, streaming: Streaming, save: bool
 ) -> StepQuestion:
     """The question with what a run decides from its memory decided, and without what a simulated step does not see."""
-    options = run.options
+    options, layer = run.options, shape.recurrence and shape.recurrence.layer
     place = "none" if not streaming.hidden else "hidden+kv" if streaming.kv else "hidden"
     decided: dict[str, Any] = {
         "tiles": {part: options.tile(part) for part in get_args(TiledPart)}, "checkpoint": options.checkpoint,
         "save_attention": save and options.checkpoint, "offload": bool(options.offload), "chunk": run.chunk,
         "on_host": place if run.chunk is not None else "auto",
-        "linear_attention": options.linear_attention if shape.recurrence else "auto",
+        "linear_attention": layer.way(options.linear_attention, ranks) if layer else options.linear_attention,
         "attention": options.attention if options.attention in ("blockwise", "efficient") else "auto",
     }  # fmt: skip
     kernels = {kernel_of(shape, run, device, of) for of in (capability, 9)}
@@ -201,7 +199,7 @@ def _by_blocks(
         copied += round(shape.attending * page * visits * (2 / 3 + 1))
     host = pages * kv
     return replace(
-        one, device=taken, host=one.host + host, host_needed=one.host_needed + host, kv_on_host=kv, copied=copied
+        one, device=taken, host=one.host + host, host_needed=one.host_needed + host, copied=copied
     )  # fmt: skip
 
 

@@ -110,7 +110,8 @@ class Request:
     def question(self, rates: Rates, gpus: int) -> Question:
         """The question about so many of one kind of GPU."""
         args, measured, assumed = self.args, self.measured, dict[str, str]()
-        per_node = args.gpus_per_node or (measured.per_node if measured else rates.node_gpus)
+        usual = measured.per_node if measured else rates.node_gpus
+        per_node = usual if args.gpus_per_node is None else args.gpus_per_node
         ranks, terms = min(gpus, per_node), self.terms
         memory = label_bytes(args.gpu_memory) if args.gpu_memory else int(rates.usable) or None
         host = parse_quantity(args.host_memory, "host-memory") if args.host_memory else None
@@ -154,11 +155,9 @@ def read(args: argparse.Namespace) -> Request:
     if measured and args.gpu:
         raise ValueError("--machine brings measured rates: leave out --gpu")
     wanted = parse_quantity(args.seq_len, "seq-len") if args.seq_len else None
-    gpus, per_node = args.gpus, args.gpus_per_node
+    gpus = args.gpus
     if gpus is None:
         gpus = measured.gpus if measured else None if wanted else 8
-    if (gpus is not None and gpus < 0) or (per_node is not None and per_node < 1):
-        raise ValueError(f"gpus={gpus} must be at least 0, and gpus-per-node={per_node} at least 1")
     if gpus == 0 and not (gpus := devices.device_count()):
         raise ValueError("gpus=0 means the GPUs of this machine, and it has none; give the number of GPUs to plan for")
     base = RunConfig(model=Model(name=args.model, dtype="bf16"), engine=Engine(sp=0))
@@ -227,7 +226,6 @@ def as_json(question: Question, best: Prediction | None, found: Prediction | Non
         "longest_step_seconds": best.seconds["step"] if best else None, **speeds(question, found),
     }  # fmt: skip
     made["limit"] = (question.beyond(best) if found.fits else found).reason
-    made["loading"]["why"] = question.cannot_load()
     made["help"] = [_reach(one) for one in question.advice()]
     made["ways"] = [
         {**_reach(w), "limit": w.limit, "seq_len": w.at.seq_len if w.at else None, "waits_for_link": w.link}

@@ -170,14 +170,11 @@ def _ask(what: str, asked: Mapping[str, Any]) -> dict[str, Any]:
 
     if not dist.is_initialized():
         return dict(importlib.import_module(SIMULATOR).answer(what, asked))
-    command = [sys.executable, "-m", SIMULATOR, what]
-    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True)
+    question = json.dumps([what, asked])
+    done = subprocess.run([sys.executable, "-m", SIMULATOR], input=question, capture_output=True, text=True)
     if done.returncode:
-        raise ValueError(f"the step could not be simulated: {(done.stderr.strip().splitlines() or [''])[-1]}")
-    answer = json.loads(done.stdout.splitlines()[-1])
-    if "refused" in answer:
-        raise ValueError(answer["refused"])
-    return answer
+        raise ValueError((done.stderr.strip().splitlines() or [""])[-1].removeprefix("ValueError: "))
+    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 # What is known
@@ -197,7 +194,7 @@ def _known(text: str) -> list[dict[str, Any]]:
 def public() -> dict[str, Any]:
     """What comes with the library, by `digest`: what was asked (`span` or `facts`), and what was `found`. Its entry
     VERSIONS says by what it was simulated."""
-    return dict(json.loads(FILE.read_text())) if FILE.exists() else {}
+    return dict(json.loads(FILE.read_text()))
 
 
 VERSIONS = "versions"

@@ -8,6 +8,7 @@ What was simulated before is answered in milliseconds, without torch and transfo
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -23,7 +24,6 @@ from alstlib.planner.model_states import ZERO_DEFAULT, Sizes, States, model_stat
 from alstlib.planner.step_time import step_seconds
 from alstlib.units import format_bytes
 
-HOST = "the first node's host"
 Side = tuple[str, int, int | None]
 """A memory (`device` or `host`), the bytes that it needs, and those that are there (None for no limit)."""
 
@@ -31,6 +31,11 @@ Side = tuple[str, int, int | None]
 def first_beyond(sides: Iterable[Side], times: float = 1.0) -> tuple[str, int, int] | None:
     """The first side that needs more than `times` times what is there."""
     return next(((where, n, has) for where, n, has in sides if has is not None and n > times * has), None)
+
+
+def missing(sides: Iterable[Side]) -> dict[str, int]:
+    """Bytes that each side needs beyond what is there."""
+    return {where: needs - has for where, needs, has in sides if has is not None and needs > has}
 
 
 @dataclass(frozen=True)
@@ -57,12 +62,9 @@ class Loading:
         """A sentence on what is beyond its limit; nothing where the model can be loaded."""
         if (over := first_beyond(self.sides)) is None:
             return ""
-        whose, takes, there = (
-            "a device's" if over[0] == "device" else HOST,
-            format_bytes(over[1]),
-            format_bytes(over[2]),
-        )
-        return f"loading the model would take {takes} of {whose} memory, and {there} is there"
+        where, needs, has = over
+        whose = "a device's" if where == "device" else "the first node's host"
+        return f"loading the model would take {format_bytes(needs)} of {whose} memory, and {format_bytes(has)} is there"
 
 
 @dataclass(frozen=True)
@@ -119,13 +121,12 @@ class Prediction:
     @property
     def missing(self) -> dict[str, int]:
         """Bytes that are missing in a step: of the `device`, and of this rank's share of the `host`."""
-        return {where: needs - has for where, needs, has in self.sides if has is not None and needs > has}
+        return missing(self.sides)
 
     @property
     def shortfall(self) -> int:
         """Bytes that are missing in a step and while the model is loaded."""
-        loads = sum(max(0, needs - has) for _, needs, has in self.loading.sides if has is not None)
-        return sum(self.missing.values()) + loads
+        return sum([*self.missing.values(), *missing(self.loading.sides).values()])
 
     def to_dict(self) -> dict[str, Any]:
         """For programs: bytes of one rank, tokens, seconds."""
@@ -196,12 +197,8 @@ def predict(shape: Shape, run: RunConfig, machine: Machine, seq_len: int, preset
         free = None
         if machine.device != "cpu" and machine.gpu_memory is not None:
             free = max(0, machine.gpu_memory - sum(machine.overhead().values()) - of_states("layer"))
-        known = run
-        if shape.recurrence is not None and shape.recurrence.layer is not None:
-            way = shape.recurrence.layer.way(run.options.linear_attention, ranks)
-            known = run.replace(options={"linear_attention": way})
         found = activations(
-            shape, known, ranks, seq_len, machine.device, room, capability=machine.rates.capability, free=free,
+            shape, run, ranks, seq_len, machine.device, room, capability=machine.rates.capability, free=free,
             held=of_states,
         )  # fmt: skip
     device = {**machine.overhead(), **held.at(part_of(found.place)), **found.device}
@@ -228,19 +225,18 @@ def longest(
     ranks = run.engine.sp or machine.gpus
     step = granule or ranks * 8
 
+    @functools.cache
     def fits(seq_len: int) -> bool:
         return predict(shape, run, machine, seq_len, preset).fits
 
     # ours from the long end: a line holds for all lengths beyond the largest tile; the reference's tiles double
     low = step << ((LONGEST if preset == "ours" else 8192 * ranks) // step).bit_length() - 1
-    if fits(low):
-        while low < LONGEST and fits(2 * low):
-            low *= 2
-    else:
-        while low > step and not fits(low := low // 2 // step * step):
-            pass
-        if not fits(low):
-            return None
+    while low > step and not fits(low):
+        low //= 2
+    if not fits(low):
+        return None
+    while low < LONGEST and fits(2 * low):
+        low *= 2
     high = 2 * low
     while high - low > max(step, 0 if granule else low // 2000):
         middle = (low + high) // 2 // step * step
@@ -254,9 +250,8 @@ def longest(
 def with_degree(shape: Shape, run: RunConfig, machine: Machine, preset: str = "ours") -> RunConfig:
     """The run with its sequence parallel degree; where it names none, with the largest that its heads can be shared
     over and that divides the GPUs (0 where that is all of them): ours over any number of ranks."""
-    if run.engine.sp:
+    if run.engine.sp or preset == "ours":
         return run
-    for ranks in range(machine.gpus, 0, -1):
-        if machine.gpus % ranks == 0 and (preset == "ours" or shared_by_reference(shape, ranks)):
-            return run.replace(engine={"sp": 0 if ranks == machine.gpus else ranks})
-    raise ValueError(f"model='{shape.name}' has no heads")
+    divides = (n for n in range(machine.gpus, 0, -1) if machine.gpus % n == 0)
+    ranks = next(n for n in divides if shared_by_reference(shape, n))
+    return run.replace(engine={"sp": 0 if ranks == machine.gpus else ranks})

@@ -80,20 +80,20 @@ def why_not(run: RunConfig, nodes: int, gpus: int, host: int | None = None, gpu_
     except (ValueError, KeyError):
         return None
     question = Question(shape, run, machine)
-    if (over := first_beyond(found.sides, CERTAIN)) is None:
-        if not found.loading.beyond(CERTAIN):
-            return None
-        loads = question.loads_with()
-        return f"{found.loading.why} (predicted); it can be loaded {loads}. force=True (--force) runs it all the same"
-    where, needs, has = over
-    what = "device_memory is" if run.limits.device_memory else "a GPU has"
-    what = what if where == "device" else "a rank's share of the host's free memory is"
-    text = (
-        f"{found.seq_len:,} tokens would take {format_bytes(needs)} of {where} memory a rank, and {what} "
-        f"{format_bytes(has)} (predicted, largest parts: {largest(found, where, machine)})"
-    )
+    if over := first_beyond(found.sides, CERTAIN):
+        where, needs, has = over
+        what = "device_memory is" if run.limits.device_memory else "a GPU has"
+        what = what if where == "device" else "a rank's share of the host's free memory is"
+        text = (
+            f"{found.seq_len:,} tokens would take {format_bytes(needs)} of {where} memory a rank, and {what} "
+            f"{format_bytes(has)} (predicted, largest parts: {largest(found, where, machine)})"
+        )
+    elif found.loading.beyond(CERTAIN):
+        text = f"{found.loading.why} (predicted)"
+    else:
+        return None
     if near := question.nearest(found.seq_len):
-        text += f"; it would fit with {near[0]}: {settings(near[1])}"
+        text += f"; it would fit with {near.what}: {settings(near.changes)}"
     elif best := question.longest():
         text += f"; the longest that fits is {best.seq_len:,} tokens"
     return f"{text}. force=True (--force) runs it all the same"
@@ -137,12 +137,10 @@ def limits(run: RunConfig, nodes: int, gpus: int) -> tuple[float, float]:
 def time_limit(run: RunConfig, nodes: int, gpus: int, trains: bool = True) -> tuple[float, str]:
     """Seconds after which the launcher ends a resolved run, and which limit this is. The planner is not asked about a
     run that does not train."""
-    if run.limits.timeout is not None:
-        return (
-            (run.limits.timeout, f"limits.timeout={run.limits.timeout:g} s")
-            if run.limits.timeout
-            else (math.inf, "no time limit (limits.timeout=0)")
-        )
+    if run.limits.timeout == 0:
+        return math.inf, "no time limit (limits.timeout=0)"
+    if run.limits.timeout:
+        return run.limits.timeout, f"limits.timeout={run.limits.timeout:g} s"
     seconds = limits(run, nodes, gpus)[0] if trains else DAY
     reasons = {HOUR: "the shortest default", DAY: "no time is predicted"}
     why = reasons.get(seconds, f"{FACTOR} times the prediction")
@@ -171,8 +169,6 @@ def outlook(run: RunConfig, gpus: int, nodes: int = 1) -> str:
 
 
 def largest(found: Prediction, where: str, machine: Machine) -> str:
-    parts = found.host if where == "host" else {}
-    if where == "device" or machine.device == "cpu":
-        parts = {**parts, **found.device}
-    top = sorted(parts.items(), key=lambda item: -item[1])[:3]
+    on_host = {**found.host, **found.device} if machine.device == "cpu" else found.host
+    top = sorted((on_host if where == "host" else found.device).items(), key=lambda item: -item[1])[:3]
     return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in top)

@@ -13,7 +13,7 @@ from alstlib.hf.public_models import PUBLIC, TRAINED
 from alstlib.planner.fits import other_versions
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import Shape
-from alstlib.planner.prediction import HOST, Loading, Prediction, first_beyond, loading, longest, predict
+from alstlib.planner.prediction import Prediction, longest, predict
 from alstlib.planner.step_time import model_flops
 from alstlib.planner.streaming import least_chunk
 from alstlib.units import GIB
@@ -57,10 +57,6 @@ HELP: dict[str, dict[str, Any]] = {
     "weights on the host": {"engine.zero_stage": 3, "engine.offload_params": True},
 }  # fmt: skip
 """Changes that save memory, as fields of RunConfig. `WAYS` has the chunks with each place by itself."""
-SHARDED = ("ZeRO-3", "weights on the host")
-"""The entries of `HELP` with which a device holds less of the model while it is loaded."""
-
-
 LORA: dict[str, Any] = {"model.lora": {"r": 16}}
 CHUNKS = {"options.chunk": CHUNK}
 NEEDED: dict[str, dict[str, Any]] = {
@@ -102,11 +98,6 @@ class Question:
         """Tokens of the shortest sample that is tried."""
         return 8 * self.ranks
 
-    @property
-    def loading(self) -> Loading:
-        """What it takes to load the model. Of the reference's loading nothing is predicted."""
-        return loading(self.shape, self.run, self.machine) if self.preset == "ours" else Loading()
-
     def at(self, seq_len: int) -> Prediction:
         """The prediction for samples of so many tokens."""
         return predict(self.shape, self.run, self.machine, seq_len, self.preset)
@@ -134,9 +125,7 @@ class Question:
             return []
         now, found = self.longest(), []
         for what, changes in HELP.items():
-            chunked = "options.chunk" in changes and self.run.options.chunk is not None
-            over_all = changes.get("engine.sp") == 0 and self.run.engine.sp == self.machine.gpus
-            if not changed(self.run, changes) or chunked or over_all:
+            if not changed(self.run, changes):
                 continue
             try:
                 other = self.with_changes(changes)
@@ -171,83 +160,51 @@ class Question:
     def remedies(self, seq_len: int | None) -> Iterator[Variant]:
         """What lets this length fit that does not; where no length fits (None), what lets some fit. The nearest things
         that do so: other options, an adapter, more host memory, more nodes. Of ours."""
-        for what, changes, other in self._remedies(seq_len or self.shortest) if self.preset == "ours" else ():
-            if seq_len:
-                yield Variant(what, changes, other, at=other.at(seq_len))
-            elif best := other.longest():
-                yield Variant(what, changes, other, best)
+        length = seq_len or self.shortest
+        for one in self._remedies(length) if self.preset == "ours" else ():
+            if (at := one.question.at(length)).fits:
+                yield replace(one, at=at) if seq_len else replace(one, best=one.question.longest())
 
-    def _remedies(self, seq_len: int) -> Iterator[tuple[str, dict[str, Any], Question]]:
+    def _remedies(self, seq_len: int) -> Iterator[Variant]:
+        """What may let it fit."""
         if near := self.nearest(seq_len):
             yield near
         if self.run.model.lora is None:
-            adapter = self.with_changes(LORA)
-            if adapter.at(seq_len).fits:
-                yield "LoRA", LORA, adapter
-            elif near := adapter.nearest(seq_len):
-                yield f"LoRA and {near[0]}", LORA | near[1], near[2]
+            adapter = Variant("LoRA", LORA, self.with_changes(LORA))
+            if adapter.question.at(seq_len).fits:
+                yield adapter
+            elif near := adapter.question.nearest(seq_len):
+                yield Variant(f"LoRA and {near.what}", LORA | near.changes, near.question)
         found, now = self.at(seq_len), self.machine
         host = -(-max(found.host_needed * now.ranks_of_node, found.loading.host) // GIB)
         if now.host_memory is not None and host * GIB > now.host_memory:
-            more = self.on(host_memory=host * GIB)
-            if more.at(seq_len).fits:
-                yield f"{host:,} GiB of host memory on each node", {}, more
-        for n in (2, 4, 8, 16, 32, 64):
-            others = self.on(gpus=n * now.gpus, per_node=now.ranks_of_node)
-            if others.at(seq_len).fits:
-                yield f"{n * now.nodes} nodes", {}, others
-                return
+            yield Variant(f"{host:,} GiB of host memory on each node", {}, self.on(host_memory=host * GIB))
+        more = (self.on(gpus=n * now.gpus, per_node=now.ranks_of_node) for n in (2, 4, 8, 16, 32, 64))
+        if others := next((one for one in more if one.at(seq_len).fits), None):
+            yield Variant(f"{others.machine.nodes} nodes", {}, others)
 
-    def nearest(self, seq_len: int) -> tuple[str, dict[str, Any], Question] | None:
-        """The fewest changes (three at most) after which this length fits, cheapest first, with the question that has
-        them; None where none do."""
-        seen: list[str] = []
-        now = self
+    def nearest(self, seq_len: int) -> Variant | None:
+        """The fewest changes (three at most) after which this length fits, cheapest first; None where none do."""
+        now, seen, changes = self, list[str](), dict[str, Any]()
         for _ in range(3):
             options = []
-            for what, changes in HELP.items():
+            for what, change in HELP.items():
                 try:
-                    other = now.with_changes(changes)
+                    other = now.with_changes(change)
                     found = other.at(seq_len)
                 except ValueError:
                     continue
+                cost = found.seconds["step"] if found.fits else found.device_peak
                 if other != now:
-                    options.append((found.shortfall, found.device_peak, found.seconds["step"], what, other))
+                    options.append((found.shortfall, cost, what, other))
             if not options:
                 return None
-            fitting = [o for o in options if not o[0]]
-            best = min(fitting, key=lambda o: o[2]) if fitting else min(options, key=lambda o: o[:2])
-            seen.append(best[3])
-            now = best[4]
-            if fitting:
-                changes = {name: value for what in seen for name, value in HELP[what].items()}
-                return " and ".join(seen), changed(self.run, changes), now
+            short, _, what, now = min(options, key=lambda option: option[:2])
+            seen.append(what)
+            changes |= HELP[what]
+            if not short:
+                return Variant(" and ".join(seen), changed(self.run, changes), now)
         return None
-
-    def loads_with(self) -> str:
-        """The nearest thing with which a model can be loaded that cannot be so, as the end of a sentence."""
-        now, ranks = self.loading, self.machine.ranks_of_node
-        ways = [(f"with {what} ({settings(HELP[what])})", self.with_changes(HELP[what])) for what in SHARDED]
-        for gpus in (self.machine.gpus * 2**n for n in range(1, 11)):
-            ways.append((f"on {gpus:,} GPUs", self.on(gpus=gpus)))
-        for each in (ranks >> n for n in range(1, ranks.bit_length())):
-            fewer = self.on(per_node=each)
-            ways.append((f"on {fewer.machine.nodes:,} nodes of {each} GPU{'s' if each > 1 else ''} each", fewer))
-        if near := next((what for what, other in ways if not other.loading.beyond()), ""):
-            return near
-        needed = []
-        if now.beyond() == "device":
-            what, other = ways[1]
-            needed, now = [what.removeprefix("with ")], other.loading
-        for side in now.sides:
-            if over := first_beyond([side]):
-                needed.append(f"{-(-over[1] // GIB):,} GiB on {'a device' if over[0] == 'device' else HOST}")
-        return f"with {' and '.join(needed)}"
-
-    def cannot_load(self) -> str:
-        """Why the model cannot be loaded and the nearest thing that works, in a sentence; nothing where it can."""
-        why = self.loading.why
-        return why and f"{why[0].upper()}{why[1:]}; it can be loaded {self.loads_with()}."
 
     def tokens_per_second(self, found: Prediction) -> float:
         """Tokens a second of each GPU."""

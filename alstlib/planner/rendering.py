@@ -13,7 +13,6 @@ from rich.table import Table
 from rich.text import Text
 
 from alstlib.planner import model_states
-from alstlib.planner.gpus import Rates
 from alstlib.planner.machine import Machine, rates_known
 from alstlib.planner.model_shapes import Shape
 from alstlib.planner.prediction import Prediction
@@ -68,15 +67,15 @@ def table(found: Prediction, machine: Machine, speed: str | None = "", parts: bo
         made.add_row(*(Text(printable(cell), style) for cell in (name, value, text)))
 
     each = "rank" if machine.device == "cpu" else "GPU"
-    kinds = {"device": found.device, "host": found.host}
     for where, needs, has in found.sides:
-        if parts and kinds[where]:
+        held = found.device if where == "device" else found.host
+        if parts and held:
             add(f"{where} memory")
-            for name, nbytes in sorted(kinds[where].items(), key=lambda item: -item[1]):
+            for name, nbytes in sorted(held.items(), key=lambda item: -item[1]):
                 if nbytes > found.device_peak // 1000:
                     add(f"  {name}", sized(nbytes, found), _meaning(name, where, found), "")
         shared = where == "host" and machine.device == "cpu"  # with the device
-        total = needs if shared else sum(kinds[where].values())
+        total = needs if shared else sum(held.values())
         add(f"{where}, each {each}", sized(total, found), _of(where, total, has, found, machine, parts))
         if parts and speed is not None:
             made.add_row()
@@ -190,7 +189,6 @@ def describe(question: Question, best: Prediction | None, found: Prediction | No
     else:
         short = question.at(question.shortest)
         yield f"Nothing fits, not even {short.seq_len:,} tokens: {lacks(short, machine)}."
-        yield from ([cannot_load] if (cannot_load := question.cannot_load()) else [])
     if found is not None and found is not best:
         yield f"{found.seq_len:,} tokens: {verdict(found, machine)}."
     found = found or question.at(question.shortest)
@@ -213,7 +211,7 @@ def lacks(found: Prediction, machine: Machine) -> str:
     for where, nbytes in found.missing.items():
         node = f" ({format_bytes(nbytes * ranks)} on each node)" if where == "host" and ranks > 1 else ""
         missing.append(f"{format_bytes(nbytes)} of {where} memory for each GPU{node}")
-    return f"{' and '.join(missing)} are missing" if missing else "the model cannot be loaded"
+    return f"{' and '.join(missing)} are missing" if missing else found.loading.why
 
 
 def describe_help(question: Question, best: Prediction) -> Iterator[Any]:
@@ -283,41 +281,37 @@ def describe_machines(answers: Sequence[Answer], wanted: int | None, most: int |
         yield f"The smallest machines that hold {wanted:,} tokens (GPUs: powers of two up to {most:,}):\n"
     else:
         yield f"{f'{wanted:,} tokens on each machine' if wanted else 'The longest sequence of each machine'}:\n"
-    rows = [_machine(one, wanted) for one in answers]
-    head = [name for name in rows[0] if name != ("longest" if wanted else "nodes")]
-    yield listed(head, [[row[name] for name in head] for row in rows], head[1:-1])
+    own, last = (["nodes", "GPU", "host"], "needs") if wanted else (["GPU", "host", "longest"], "limit")
+    head = ["GPUs", *own, "step", "tok/s/GPU", "MFU", last]
+    rows = [_machine(one, last) for one in answers]
+    yield listed(head, [[row.get(name, "") for name in head] for row in rows], head[1:-1])
     yield "\nGPU and host: GiB that one GPU and its share of the host take, of those that are there."
     for needs in sorted({one.needs for one in answers if one.found.fits} - {""}):
         yield f"{needs}: {' '.join(f'--set {name}={value}' for name, value in NEEDED[needs].items())}"
-    yield from _assumed(answers)
+    assumed = {option: text for one in answers for option, text in one.question.assumed.items()}
+    if "--host-memory" in assumed:
+        assumed["--host-memory"] = "the host memory that clouds have with such GPUs"
+    yield from (f"Assumed: {text} ({option})." for option, text in assumed.items())
     longest = max((one.found.seq_len for one in answers if one.found.fits), default=None)
     yield from (f"Note: {note}" for note in first.notes(longest))
     yield "Give --gpu and --gpus of one line for its memory in parts and other ways to run the model."
 
 
-def _machine(one: Answer, wanted: int | None) -> dict[str, str]:
+def _machine(one: Answer, last: str) -> dict[str, str]:
+    """What the table says of a machine, by column: in the `last` what it `needs`, or its `limit`."""
     question, found = one.question, one.found
     row = {"GPUs": question.name, "nodes": f"{question.machine.nodes:,}"}
-    names = ("GPU", "host", "longest", "step", "tok/s/GPU", "MFU", "needs" if wanted else "limit")
     if not found.fits:
         lacking = " and ".join(f"{format_bytes(nbytes)} of {where}" for where, nbytes in found.missing.items())
-        return row | dict.fromkeys(names, "") | {"step": "-", names[-1]: f"lacks {lacking or 'memory to load it'}"}
-    sides = ((found.device_peak, found.device_limit), (found.host_peak, found.host_limit))
-    share = question.mfu(found)
-    needs = one.needs if wanted else ", ".join(filter(None, [limit_in_short(question.beyond(found)), one.needs]))
-    values = (
-        *(f"{n / GIB:,.0f}{f'/{has / GIB:,.0f}' if has else ''}" for n, has in sides), format_tokens(found.seq_len),
-        format_seconds(found.seconds["step"]), f"{question.tokens_per_second(found):,.0f}",
-        f"{share:.0%}" if share else "", needs,
-    )  # fmt: skip
-    return row | dict(zip(names, values))
+        return row | {"step": "-", last: f"lacks {lacking or 'memory to load it'}"}
+    share, limit = question.mfu(found), limit_in_short(question.beyond(found)) if last == "limit" else ""
+    return row | {
+        "GPU": _of_there(found.device_peak, found.device_limit), "host": _of_there(found.host_peak, found.host_limit),
+        "longest": format_tokens(found.seq_len), "step": format_seconds(found.seconds["step"]),
+        "tok/s/GPU": f"{question.tokens_per_second(found):,.0f}", "MFU": f"{share:.0%}" if share else "",
+        last: ", ".join(filter(None, [limit, one.needs])),
+    }  # fmt: skip
 
 
-def _assumed(answers: Sequence[Answer]) -> Iterator[str]:
-    """What was not given, of all machines together."""
-    others = {o: text for one in answers for o, text in one.question.assumed.items() if o != "--host-memory"}
-    yield from (f"Assumed: {text} ({option})." for option, text in others.items())
-    rates: list[Rates] = [one.question.machine.rates for one in answers if "--host-memory" in one.question.assumed]
-    if rates:
-        each = ", ".join(f"{r.name} {r.node_host / 1e9:,.0f} GB" for r in rates)
-        yield f"Assumed: host memory for each GPU, as clouds have it (--host-memory): {each}."
+def _of_there(nbytes: int, has: int | None) -> str:
+    return f"{nbytes / GIB:,.0f}{f'/{has / GIB:,.0f}' if has else ''}"

@@ -49,10 +49,6 @@ class Streaming:
         where copies run `ahead` of the computation, the next one and sums that leave."""
         return min(1.0, self.page * (2 + (5 / 3 if ahead else 0)))
 
-    def longer_pages(self, chunk: float) -> float:
-        """Bytes of a kernel's gradients for the keys and values of a page beyond a chunk of them."""
-        return self.keys / 3 * self.page * (1 - 1 / self.chunks_of_page)
-
 
 def output_bytes(shape: Shape, rows: int, element: int) -> int:
     """Bytes of one layer's attention output and its sums."""

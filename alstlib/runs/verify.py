@@ -97,7 +97,7 @@ def verdict(answer: Json) -> tuple[str, str]:
             return "refused", case["reason"].removeprefix("ValueError: ")
     wrong = [case for case in cases if case["result"] == "wrong"]
     if wrong:
-        text = "in {module} ({kind}): its {what} is off by {error:.1e} of its norm"
+        text = "in {module} ({kind}): its output is off by {error:.1e} of its norm"
         first = text.format(**wrong[0]["first"]) if wrong[0]["first"] else wrong[0]["reason"]
         return "differs", f"{len(wrong)} of {len(cases)} cases; first {first}"
     worst = max(max(case["loss"], case["gradient"]) for case in cases)

@@ -26,9 +26,9 @@ from alstlib.hf import models
 from alstlib.hf.loading import load_on_first
 from alstlib.hf.models import flop_dimensions, put_liger
 from alstlib.hf.saving import save_model
-from alstlib.measure.search import Trials, longest_that_fits
 from alstlib.mesh import accelerator
 from alstlib.offload.ledger import Ledger, ran_out
+from alstlib.planner.search import Trials, longest_that_fits
 from alstlib.runs.progress import Pace, Progress, ProgressReader
 from alstlib.runs.results import Json
 from alstlib.runs.workers import ABLATION

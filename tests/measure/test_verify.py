@@ -156,9 +156,9 @@ def test_a_wrong_gradient_is_named(here, monkeypatch, answer):
         return loss, {n: g * 1.0001 if n.endswith("k_proj.weight") else g for n, g in grads.items()}
 
     monkeypatch.setattr(verify, "attached_step", wrong)
-    first = answer("tiny --sp 1", 1)["cases"][0]["first"]
-    assert (first["module"], first["what"]) == ("model.layers.1.self_attn.k_proj", "gradient of weight")
-    assert first["error"] == pytest.approx(1e-4, rel=1e-3)
+    case = answer("tiny --sp 1", 1)["cases"][0]
+    assert (case["first"], case["reason"]) == (None, "gradient of model.layers.1.self_attn.k_proj.weight")
+    assert case["gradient"] == pytest.approx(1e-4, rel=1e-3)
 
 
 @pytest.mark.parametrize("kind, options, reason", [
@@ -191,7 +191,7 @@ def test_a_hub_name_without_a_network(monkeypatch, alst):
 def test_the_answer_of_several_ranks():
     """The worst of each case, and the module that is first on any rank; a crash of one rank is no proof."""
     wrong = {"sp": 2, "sample": "whole", "result": "wrong", "loss": 1.0, "gradient": 1.0, "reason": "gradient of x"}
-    late, early = ({"module": m, "kind": "K", "what": "output", "error": 1.0, "order": ord(m)} for m in "ba")
+    late, early = ({"module": m, "kind": "K", "error": 1.0, "order": ord(m)} for m in "ba")
     crash = {**wrong, "result": "crash", "reason": "RuntimeError: no"}
 
     def together(**other):

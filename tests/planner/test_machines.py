@@ -79,7 +79,7 @@ def test_the_smallest_machines_that_hold_a_length(plan, alst):
     assert {bool(one["changes"]) for one in made["machines"]} == {False, True}
     out = " ".join(shown.split())
     assert "chunks: --set options.chunk=16384" in out
-    assert "Assumed: host memory for each GPU, as clouds have it (--host-memory): H100 238 GB" in out
+    assert "Assumed: the host memory that clouds have with such GPUs (--host-memory)." in out
     assert "the model was trained on up to 131,072 tokens" in out
 
 

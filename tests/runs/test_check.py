@@ -20,7 +20,7 @@ GIB = 2**30
 def measure(rank, world, out):
     from alstlib.measure import machine_rates
 
-    small = {"LENGTHS": {"cpu": (32, 64)}, "ROWS": {"cpu": 16}, "MESSAGE": {"cpu": 4096}, "WEIGHTS": {"cpu": 1000}}
+    small = {"LENGTH": {"cpu": 64}, "ROWS": {"cpu": 16}, "MESSAGE": {"cpu": 4096}, "WEIGHTS": {"cpu": 1000}}
     run = RunConfig(model={"name": "tiny"}, engine={"world_size": world, "sp": world})
     with mock.patch.multiple(machine_rates, **small):
         return machine_rates.MeasureRates(run, Path(out))()
@@ -30,7 +30,7 @@ def test_two_ranks_measure_and_a_plan_reads_it(ranks2, tmp_path, capsys, alst):
     metrics = ranks2(measure, str(tmp_path))[0]
     assert metrics["ranks"] == metrics["ranks_of_node"] == len(metrics["links"]) == len(metrics["places"]) == 2
     rates = metrics["rates"]
-    for name in ("matmul", "attention_forward", "attention_backward_32", "host", "host_memory", "link", "all_reduce"):
+    for name in ("matmul", "attention_forward", "attention_backward", "host", "host_memory", "link", "all_reduce"):
         assert len(rates[name]) == 2, name
         assert min(rates[name]) > 0, name
     assert "network" not in rates

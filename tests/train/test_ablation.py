@@ -23,8 +23,8 @@ from alstlib.config import RunConfig
 from alstlib.data.corpus import load_corpus
 from alstlib.data.samples import make_samples
 from alstlib.hf.models import flop_dimensions, flos, load_model
-from alstlib.measure.search import Trials
 from alstlib.planner.preflight import outlook, why_not
+from alstlib.planner.search import Trials
 from alstlib.runs import results
 from alstlib.runs.launch import launch
 from alstlib.runs.processes import DEADLINE_VARIABLE, WARNED

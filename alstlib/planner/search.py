@@ -90,8 +90,10 @@ def longest_that_fits(
             guess = min(2 * low, _meets(peaks, budget, *below) if len(below) == 2 else 2 * low)
         elif low == 0:
             guess = high // 2
+        elif len({peak <= budget for _, peak in tried[-2:]}) == 1:  # where peaks jump, lines miss on one side
+            guess = (low + high) // 2
         else:
-            guess = min(high - 1, _between(peaks, budget, low, high, [length // granule for length, _ in tried]))
+            guess = min(high - 1, _meets(peaks, budget, low, high))
         guess = max(guess, low + 1)  # where the line says `low`, the length after it must be seen to exceed
         peak(guess if top is None else min(guess, top))
 
@@ -100,16 +102,3 @@ def _meets(peaks: dict[int, int], budget: int, a: int, b: int) -> int:
     """Where the line through the trials at a and b granules meets the budget, in granules."""
     slope = (peaks[b] - peaks[a]) / (b - a)
     return 2 * b if slope <= 0 else int(a + (budget - peaks[a]) / slope)
-
-
-def _between(peaks: dict[int, int], budget: int, low: int, high: int, order: list[int]) -> int:
-    """Where the line from `low`, which fits, to `high`, which does not, meets the budget.
-
-    Where a jump makes the line miss on one side again and again, the other end counts half each time (the Illinois
-    variant of false position).
-    """
-    below, over = float(budget - peaks[low]), float(peaks[high] - budget)
-    sides = [peaks[n] <= budget for n in reversed(order)]
-    misses = next((i for i, side in enumerate(sides) if side != sides[0]), len(sides)) - 1
-    below, over = (below, over * 0.5**misses) if sides[0] else (below * 0.5**misses, over)
-    return int(low + (high - low) * below / (below + over))

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from alstlib.measure.search import Trials, longest_that_fits
+from alstlib.planner.search import Trials, longest_that_fits
 
 GRANULE = 256
 
