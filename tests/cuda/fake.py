@@ -42,6 +42,7 @@ def fake_cuda(capability=(9, 0)):
 
     _lend_device_guard()
     watch, state = Watch(), torch.zeros(16, dtype=torch.uint8)
+    stream = mock.Mock(spec=torch.cuda.Stream)  # on which nothing runs
 
     class Slab:
         """Host memory without the registration at the driver."""
@@ -57,7 +58,7 @@ def fake_cuda(capability=(9, 0)):
     with contextlib.ExitStack() as stack:
         for name, stand_in in {
             "get_device_capability": lambda *_: capability, "get_rng_state": lambda *_: state,
-            "set_rng_state": lambda *_: None, "Stream": Stream, "current_stream": Stream,
+            "set_rng_state": lambda *_: None, "Stream": lambda *_: stream, "current_stream": lambda *_: stream,
             "stream": contextlib.nullcontext,
         }.items():  # fmt: skip
             stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
@@ -69,32 +70,13 @@ def fake_cuda(capability=(9, 0)):
         yield watch
 
 
-class Stream:
-    """A stream on which nothing runs."""
-
-    def __init__(self, device=None):
-        pass
-
-    def synchronize(self):
-        pass
-
-    def wait_stream(self, other):
-        pass
-
-    def wait_event(self, event):
-        pass
-
-    def record_event(self):
-        return object()
-
-
 KERNELS = {
     "_scaled_dot_product_cudnn_attention": "cudnn", "_scaled_dot_product_cudnn_attention_backward": "cudnn backward",
     "_flash_attention_forward": "flash", "_flash_attention_backward": "flash backward",
     "_scaled_dot_product_efficient_attention": "efficient",
     "_scaled_dot_product_efficient_attention_backward": "efficient backward",
 }  # fmt: skip
-"""Operators whose calls are held against what they need, and what problems call them."""
+"""Operators whose calls are held against what they need, and by which names they are counted."""
 
 
 class Watch(TorchDispatchMode):
@@ -103,7 +85,7 @@ class Watch(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.kernels: Counter[str] = Counter()
-        """Calls of each attention kernel."""
+        """Calls of each attention kernel, by the names of `KERNELS`."""
         self.graphs: dict[Any, set[Any]] = defaultdict(set)
         """Of each graph that cuDNN would build (kind, thread, key): the layouts of `out` and `dout` that it was asked
         for. PyTorch keeps graphs for each thread."""
@@ -114,7 +96,7 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, func._schema.name.removeprefix("aten::")
         if name in KERNELS:
-            self.kernels[name] += 1
+            self.kernels[KERNELS[name]] += 1
             given = {argument.name: argument.default_value for argument in func._schema.arguments}
             named = {n.removesuffix("_"): value for n, value in {**given, **dict(zip(given, args)), **kwargs}.items()}
             self._check(KERNELS[name], SimpleNamespace(**named))
