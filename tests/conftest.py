@@ -14,7 +14,6 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -94,7 +93,7 @@ class RankPool:
 
     def __init__(self, world, backend=gloo):
         self.world, self.backend = world, backend
-        self.processes: list[Any] = []
+        self.processes = []
 
     def start(self):
         context = mp.get_context("forkserver")
@@ -141,16 +140,40 @@ class RankPool:
         return [values[r] for r in range(self.world)]
 
 
-@pytest.fixture(scope="session")
-def pools():
-    made = {}
+def gloo_on_a_gpu():
+    """Ranks that share one GPU, which NCCL refuses."""
+    os.environ["LOCAL_RANK"] = "0"
+    torch.cuda.set_device(0)
+    torch.backends.cudnn.allow_tf32 = False  # on by default, for convolutions
+    return "cpu:gloo,cuda:gloo"
 
-    def get(world):
-        return made.setdefault(world, RankPool(world))
 
-    yield get
-    for pool in made.values():
-        pool.stop()
+def late():
+    """The device on a CPU (tests/device), which a process cannot give back."""
+    from device import group
+
+    return group.backend()
+
+
+def _pools(backend):
+    """A fixture: the pool of any number of ranks."""
+
+    @pytest.fixture(scope="session")
+    def pools():
+        if backend is late:
+            from device import build
+
+            if why := build.why_not():
+                pytest.skip(f"the device on a CPU {why}")
+        made = {}
+        yield lambda world: made.setdefault(world, RankPool(world, backend))
+        for pool in made.values():
+            pool.stop()
+
+    return pools
+
+
+pools, late_pools, gpu_pools = _pools(gloo), _pools(late), _pools(gloo_on_a_gpu)
 
 
 def _pool(world, pools):
@@ -165,35 +188,6 @@ def _pool(world, pools):
 
 ranks2, ranks4 = _pool(2, "pools"), _pool(4, "pools")
 late1, late2 = _pool(1, "late_pools"), _pool(2, "late_pools")
-
-
-@pytest.fixture(scope="session")
-def late_pools():
-    """Ranks that have the device on a CPU (tests/device), which a process cannot give back: pools of their own."""
-    from device import build, group
-
-    if why := build.why_not():
-        pytest.skip(f"the device on a CPU {why}")
-    made = {}
-    yield lambda world: made.setdefault(world, RankPool(world, group.backend))
-    for pool in made.values():
-        pool.stop()
-
-
-def gloo_on_a_gpu():
-    """Ranks that share one GPU, which NCCL refuses."""
-    os.environ["LOCAL_RANK"] = "0"
-    torch.cuda.set_device(0)
-    torch.backends.cudnn.allow_tf32 = False  # on by default, for convolutions
-    return "cpu:gloo,cuda:gloo"
-
-
-@pytest.fixture(scope="session")
-def gpu_pools():
-    made = {}
-    yield lambda world: made.setdefault(world, RankPool(world, gloo_on_a_gpu))
-    for pool in made.values():
-        pool.stop()
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from threading import get_ident
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import torch
@@ -84,14 +83,14 @@ class Watch(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.kernels: Counter[str] = Counter()
+        self.kernels = Counter()
         """Calls of each attention kernel, by the names of `KERNELS`."""
-        self.graphs: dict[Any, set[Any]] = defaultdict(set)
+        self.graphs = defaultdict(set)
         """Of each graph that cuDNN would build (kind, thread, key): the layouts of `out` and `dout` that it was asked
         for. PyTorch keeps graphs for each thread."""
         self.uploads = 0
         """Tensors that were copied to the device."""
-        self.problems: list[str] = []
+        self.problems = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, func._schema.name.removeprefix("aten::")
@@ -196,8 +195,8 @@ def _add(sums, key, g):
 def _run(outputs, grads, inputs=None):
     """Back-propagate, a node that was made later first; gradients of leaves go to `.grad`, or those of `inputs` alone
     are returned by their id."""
-    pending: dict[Any, dict[int, Tensor]] = defaultdict(dict)
-    nodes, found = {(i.grad_fn or i, i.output_nr): id(i) for i in inputs or ()}, dict[int, Tensor]()
+    pending, found = defaultdict(dict), {}
+    nodes = {(i.grad_fn or i, i.output_nr): id(i) for i in inputs or ()}
     for o, g in zip(outputs, grads):
         if o.grad_fn is not None:
             _add(pending[o.grad_fn], o.output_nr, torch.ones_like(o) if g is None else g)

@@ -105,7 +105,7 @@ def main():
     ids = torch.randint(0, 90, (1, ROWS), generator=torch.Generator().manual_seed(1))
     batch = shard_batch({"input_ids": ids, "labels": ids}, 1, 0)
     plain = {kind: plain_step(make_model(kind), batch) for kind in KINDS}  # before RoPE is replaced in its module
-    rows: dict[str, set[int]] = defaultdict(set)
+    rows = defaultdict(set)
     for kernel, module in (("rms_norm", rms_norm), ("swiglu", swiglu), ("geglu", geglu)):
         for way in ("forward", "backward"):
             watch(rows, module, f"{kernel}_{way}")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from test_repository import program
 
 from alstlib.config import RunConfig
 from alstlib.planner import devices
@@ -127,11 +128,9 @@ def test_no_step_can_end_the_others(tmp_path, monkeypatch):
 def test_the_first_steps_answer_on_a_cpu_too(tmp_path):
     """As a user starts them, with a driver that lists a GPU, which a dry run leaves alone. Gradients and the planner's
     bytes are judged there as well, and the timeline is shown."""
-    smi, out = tmp_path / "bin" / "nvidia-smi", tmp_path / "out"
-    smi.parent.mkdir()
-    smi.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 80GB HBM3, 81559 MiB, 570.00'\n")
-    smi.chmod(0o755)
-    env = {**os.environ, "PYTHON": sys.executable, "PATH": f"{smi.parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    program(tmp_path / "nvidia-smi", "echo 'GPU 0: NVIDIA H100 80GB HBM3, 81559 MiB, 570.00'")
+    env = {**os.environ, "PYTHON": sys.executable, "PATH": f"{tmp_path}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    out = tmp_path / "out"
     command = [str(ROOT / "env" / "gpu.sh"), str(out), "--dry-run", *gpu.FIRST]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=800)
     page = (out / "page.md").read_text()

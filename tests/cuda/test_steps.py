@@ -6,7 +6,7 @@ import random
 import pytest
 import zoo
 from cases import small_pages
-from steps import steps
+from steps import GEMMA, steps
 
 ROWS = 4096
 DOCUMENTS = [0, 1, 700, 1724, 1725, 3100, ROWS]
@@ -25,8 +25,8 @@ CASES = [
     (model, sp, kernel, way)
     for model, sp, kernel, ways in (
         ("llama-3.1-8b", 8, "cudnn", WAYS), ("llama-3.1-8b", 32, "cudnn", FEW), ("Qwen/Qwen2.5-7B", 8, "cudnn", FEW),
-        ("llama-3.1-8b", 1, "cudnn", FEW), ("gemma-2", 1, "blockwise", ["chunks, async"]),
-        ("gemma-2", 8, "blockwise", ["whole, sync, attention kept", "chunks, host"]),
+        ("llama-3.1-8b", 1, "cudnn", FEW), (GEMMA, 1, "blockwise", ["chunks, async"]),
+        (GEMMA, 8, "blockwise", ["whole, sync, attention kept", "chunks, host"]),
     )
     for way in ways
 ]  # fmt: skip
@@ -62,7 +62,7 @@ def test_steps(model, sp, kernel, way):
             assert step.handle.plan.attention_kept == 0.5
 
 
-@pytest.mark.parametrize(("model", "sp"), [("llama-3.1-8b", 1), ("gemma-2", 8)])
+@pytest.mark.parametrize(("model", "sp"), [("llama-3.1-8b", 1), (GEMMA, 8)])
 def test_steps_block_by_block(model, sp):
     with steps(model, ROWS, sp, offload=True, on_host="hidden+kv") as step:
         run(step, block=-(-ROWS // sp // 3))
@@ -71,7 +71,7 @@ def test_steps_block_by_block(model, sp):
 
 @pytest.mark.parametrize("way", ["whole, async", "chunks, host"])
 def test_log_probabilities(way):
-    with steps("gemma-2", ROWS, 8, **options_of(way, 8)) as step:
+    with steps(GEMMA, ROWS, 8, **options_of(way, 8)) as step:
         run(step, logps=True)
 
 

@@ -1,9 +1,5 @@
 """The device as DeepSpeed knows devices."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
@@ -17,7 +13,7 @@ class LateAccelerator(CPU_Accelerator):
     def __init__(self):
         super().__init__()
         self._name, self._communication_backend_name = module.NAME, "late"
-        self.here: Any = torch.get_device_module(module.device())
+        self.here = torch.get_device_module(module.device())
 
     def create_op_builder(self, class_name):
         """Not the CPU's collectives in shared memory, which GPUs have not, and which take two minutes to compile."""
