@@ -243,15 +243,6 @@ def unwritten_is_nan(request):
 
 SLOW = ("measure", "referee", "cuda", "device", "sweep", "faults", "slurm", "elsewhere", "test_lab.py", "test_site.py")
 """Folders and files of tests that `make test` leaves out: they simulate, measure, or drive other programs."""
-LAUNCH = (
-    "test_launch.py",
-    "test_cli.py",
-    "test_ablation.py",
-    "test_emulate.py",
-    "test_peers.py",
-    "test_lab.py",
-    "faults",
-)
 ASKED = {
     "faults": "takes many minutes", "elsewhere": "mounts, and runs as other users",
     "slurm": "installs and starts a Slurm here",
@@ -277,26 +268,19 @@ def pytest_collection_modifyitems(config, items):
     cases = {}
     for item in items:
         cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-        if {"pools", "ranks2", "ranks4", "late1", "late2"} & set(getattr(item, "fixturenames", ())):
-            item.add_marker("ranks")
-        places = set(item.path.relative_to(Path(__file__).parent).parts)  # a checkout's own folder may have any name
-        if set(LAUNCH) & places:
-            item.add_marker("launch")
-        if set(SLOW) & places:
+        places = {*item.path.relative_to(Path(__file__).parent).parts}  # a checkout's own folder may have any name
+        if places & {*SLOW}:
             item.add_marker("slow")
-        for name in ASKED.keys() & {*places, *getattr(item, "fixturenames", ())}:
-            item.add_marker(name)
-            if not config.getoption(f"--{name}"):
-                item.add_marker(pytest.mark.skip(reason=f"{ASKED[name]}: make test-{name}"))
+        asked = ASKED.keys() & {*places, *getattr(item, "fixturenames", ())}
+        why = [f"{ASKED[name]}: make test-{name}" for name in asked if not config.getoption(f"--{name}")]
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            why.append("needs a CUDA device, none here")
+        for reason in why:
+            item.add_marker(pytest.mark.skip(reason=reason))
     for some in cases.values():
-        quick = {round(i * (len(some) - 1) / (QUICK - 1)) for i in range(QUICK)}
-        if any("drawn" in item.keywords for item in some):  # a table that says which of its cases are the sample
-            quick = {i for i, item in enumerate(some) if "drawn" in item.keywords}
+        # a table may say which of its cases are the sample
+        drawn = {i for i, item in enumerate(some) if "drawn" in item.keywords}
+        quick = drawn or {round(i * (len(some) - 1) / (QUICK - 1)) for i in range(QUICK)}
         for i, item in enumerate(some):
             if i not in quick:
                 item.add_marker("slow")
-    if not torch.cuda.is_available():
-        skip = pytest.mark.skip(reason="needs a CUDA device, none here")
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(skip)

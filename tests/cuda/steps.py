@@ -12,7 +12,6 @@ from alstlib.config import RunConfig
 from alstlib.hf.models import load_model
 from alstlib.measure.simulate import drop_gradients, fake_ranks, shard_of
 
-
 GEMMA = "google/gemma-2-9b"
 
 
