@@ -14,7 +14,6 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -94,7 +93,7 @@ class RankPool:
 
     def __init__(self, world, backend=gloo):
         self.world, self.backend = world, backend
-        self.processes: list[Any] = []
+        self.processes = []
 
     def start(self):
         context = mp.get_context("forkserver")
@@ -141,16 +140,40 @@ class RankPool:
         return [values[r] for r in range(self.world)]
 
 
-@pytest.fixture(scope="session")
-def pools():
-    made = {}
+def gloo_on_a_gpu():
+    """Ranks that share one GPU, which NCCL refuses."""
+    os.environ["LOCAL_RANK"] = "0"
+    torch.cuda.set_device(0)
+    torch.backends.cudnn.allow_tf32 = False  # on by default, for convolutions
+    return "cpu:gloo,cuda:gloo"
 
-    def get(world):
-        return made.setdefault(world, RankPool(world))
 
-    yield get
-    for pool in made.values():
-        pool.stop()
+def late():
+    """The device on a CPU (tests/device), which a process cannot give back."""
+    from device import group
+
+    return group.backend()
+
+
+def _pools(backend):
+    """A fixture: the pool of any number of ranks."""
+
+    @pytest.fixture(scope="session")
+    def pools():
+        if backend is late:
+            from device import build
+
+            if why := build.why_not():
+                pytest.skip(f"the device on a CPU {why}")
+        made = {}
+        yield lambda world: made.setdefault(world, RankPool(world, backend))
+        for pool in made.values():
+            pool.stop()
+
+    return pools
+
+
+pools, late_pools, gpu_pools = _pools(gloo), _pools(late), _pools(gloo_on_a_gpu)
 
 
 def _pool(world, pools):
@@ -165,35 +188,6 @@ def _pool(world, pools):
 
 ranks2, ranks4 = _pool(2, "pools"), _pool(4, "pools")
 late1, late2 = _pool(1, "late_pools"), _pool(2, "late_pools")
-
-
-@pytest.fixture(scope="session")
-def late_pools():
-    """Ranks that have the device on a CPU (tests/device), which a process cannot give back: pools of their own."""
-    from device import build, group
-
-    if why := build.why_not():
-        pytest.skip(f"the device on a CPU {why}")
-    made = {}
-    yield lambda world: made.setdefault(world, RankPool(world, group.backend))
-    for pool in made.values():
-        pool.stop()
-
-
-def gloo_on_a_gpu():
-    """Ranks that share one GPU, which NCCL refuses."""
-    os.environ["LOCAL_RANK"] = "0"
-    torch.cuda.set_device(0)
-    torch.backends.cudnn.allow_tf32 = False  # on by default, for convolutions
-    return "cpu:gloo,cuda:gloo"
-
-
-@pytest.fixture(scope="session")
-def gpu_pools():
-    made = {}
-    yield lambda world: made.setdefault(world, RankPool(world, gloo_on_a_gpu))
-    for pool in made.values():
-        pool.stop()
 
 
 @pytest.fixture
@@ -249,15 +243,6 @@ def unwritten_is_nan(request):
 
 SLOW = ("measure", "referee", "cuda", "device", "sweep", "faults", "slurm", "elsewhere", "test_lab.py", "test_site.py")
 """Folders and files of tests that `make test` leaves out: they simulate, measure, or drive other programs."""
-LAUNCH = (
-    "test_launch.py",
-    "test_cli.py",
-    "test_ablation.py",
-    "test_emulate.py",
-    "test_peers.py",
-    "test_lab.py",
-    "faults",
-)
 ASKED = {
     "faults": "takes many minutes", "elsewhere": "mounts, and runs as other users",
     "slurm": "installs and starts a Slurm here",
@@ -283,26 +268,19 @@ def pytest_collection_modifyitems(config, items):
     cases = {}
     for item in items:
         cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-        if {"pools", "ranks2", "ranks4", "late1", "late2"} & set(getattr(item, "fixturenames", ())):
-            item.add_marker("ranks")
-        places = set(item.path.relative_to(Path(__file__).parent).parts)  # a checkout's own folder may have any name
-        if set(LAUNCH) & places:
-            item.add_marker("launch")
-        if set(SLOW) & places:
+        places = {*item.path.relative_to(Path(__file__).parent).parts}  # a checkout's own folder may have any name
+        if places & {*SLOW}:
             item.add_marker("slow")
-        for name in ASKED.keys() & {*places, *getattr(item, "fixturenames", ())}:
-            item.add_marker(name)
-            if not config.getoption(f"--{name}"):
-                item.add_marker(pytest.mark.skip(reason=f"{ASKED[name]}: make test-{name}"))
+        asked = ASKED.keys() & {*places, *getattr(item, "fixturenames", ())}
+        why = [f"{ASKED[name]}: make test-{name}" for name in asked if not config.getoption(f"--{name}")]
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            why.append("needs a CUDA device, none here")
+        for reason in why:
+            item.add_marker(pytest.mark.skip(reason=reason))
     for some in cases.values():
-        quick = {round(i * (len(some) - 1) / (QUICK - 1)) for i in range(QUICK)}
-        if any("drawn" in item.keywords for item in some):  # a table that says which of its cases are the sample
-            quick = {i for i, item in enumerate(some) if "drawn" in item.keywords}
+        # a table may say which of its cases are the sample
+        drawn = {i for i, item in enumerate(some) if "drawn" in item.keywords}
+        quick = drawn or {round(i * (len(some) - 1) / (QUICK - 1)) for i in range(QUICK)}
         for i, item in enumerate(some):
             if i not in quick:
                 item.add_marker("slow")
-    if not torch.cuda.is_available():
-        skip = pytest.mark.skip(reason="needs a CUDA device, none here")
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(skip)

@@ -82,11 +82,9 @@ def layer_of(name):
 
 
 def test_the_readme_lists_every_room():
+    """From the top layer down."""
     known = {p.stem for p in PACKAGE.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()}
     assert sorted(floors()) == sorted(known - {"__init__"})
-
-
-def test_the_readme_lists_layers_from_the_top_down():
     places = [layer_of(name) for name in floors()]
     assert places == sorted(places)
 
@@ -153,7 +151,7 @@ def test_an_editor_knows_every_public_name():
     tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
     (block,) = (node for node in tree.body if isinstance(node, ast.If))
     assert ast.unparse(block.test) == "TYPE_CHECKING"
-    read = [(str(node.module), one.name, one.asname) for node in block.body for one in node.names]  # type: ignore[attr-defined]
+    read = [(str(node.module), one.name, one.asname) for node in block.body for one in node.names]
     assert read == [(f"alstlib.{module}", name, name) for name, module in alstlib._MODULE_OF.items()]
 
 

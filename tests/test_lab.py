@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import free_port
-from test_repository import ROOT, repository_files
+from test_repository import ROOT, program, repository_files
 
 CHROMIUM = next(filter(None, map(shutil.which, (os.environ.get("CHROMIUM") or "chromium", "chromium-browser"))), None)
 FLAGS = [
@@ -60,8 +60,7 @@ def a_users_machine(home):
     conda = home / "conda/bin"
     conda.mkdir(parents=True)
     for name in ("jupyter", "jupyter-lab"):
-        (conda / name).write_text("#!/bin/sh\nexit 1\n")
-        (conda / name).chmod(0o755)
+        program(conda / name, "exit 1")
     return env | {
         "HOME": str(home), "CONDA_PREFIX": str(home / "conda"), "PATH": f"{conda}:{env['PATH']}",
         "JUPYTER_PATH": str(home / "shared"), "JUPYTER_RUNTIME_DIR": str(home / "runtime"), "PYTHONPATH": str(ROOT),
@@ -89,7 +88,7 @@ def jupyterlab(folder):
             stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
     server = psutil.Process(shell.pid)
-    family = {server.pid: server}
+    family = [server]
     try:
         end = time.monotonic() + 90
         while not (opened := list((home / "runtime").glob("jpserver-file-to-run-*-open.html"))):
@@ -101,12 +100,12 @@ def jupyterlab(folder):
         yield address, server
     finally:
         with contextlib.suppress(psutil.NoSuchProcess):
-            family |= {p.pid: p for p in server.children(recursive=True)}
-        for process in family.values():
-            if process.pid == server.pid or "jupyter" in " ".join(cmdline(process)[:2]):
+            family += server.children(recursive=True)
+        for process in family:
+            if process is server or "jupyter" in " ".join(cmdline(process)[:2]):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.terminate()
-        _, left = psutil.wait_procs(list(family.values()), timeout=30)
+        _, left = psutil.wait_procs(family, timeout=30)
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -235,17 +234,6 @@ def visit(address, folder, shots):
             window.panel.locator(".widget-slider").first.evaluate("e => e.scrollIntoView()")
             page.wait_for_timeout(400)
             page.screenshot(path=shots / "lab-slider.png")
-            window.menu("Settings", "Theme", "JupyterLab Dark")
-            page.wait_for_selector("body[data-jp-theme-light=false]", state="attached")
-            for name, heading in {
-                "taste": "A first taste",
-                "slider": "The same on real",
-                "read": "What to read",
-            }.items():
-                window.show(heading)
-                page.screenshot(path=shots / f"dark-{name}.png")
-            window.menu("Settings", "Theme", "JupyterLab Light")
-            page.wait_for_selector("body[data-jp-theme-light=true]", state="attached")
             window.panel.locator(".jp-OutputArea a", has_text="12 max sequence length").first.click()
             window.panel.get_by_role("heading", name="How far can it go?").wait_for()
             page.wait_for_timeout(3000)  # the status bar turns to this notebook: a kernel that starts refuses to run
@@ -274,11 +262,19 @@ def why_not():
     return "" if shutil.which("make") else "make is not installed"
 
 
-@pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
-def test_the_printed_address_is_the_landing_notebooks(tmp_path):
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    """The folder of a server, its address and its process."""
+    if not shutil.which("make"):
+        pytest.skip("make is not installed")
+    folder = tmp_path_factory.mktemp("lab")
+    with jupyterlab(folder) as (address, server):
+        yield folder, address, server
+
+
+def test_the_printed_address_is_the_landing_notebooks(lab):
     """What a user opens where `make lab` finds no browser, as root or on another machine."""
-    with jupyterlab(tmp_path):
-        printed = re.findall(r"http://\S+/lab\S*", (tmp_path / "server.log").read_text())
+    printed = re.findall(r"http://\S+/lab\S*", (lab[0] / "server.log").read_text())
     assert printed
     assert all("/lab/tree/notebooks/index.ipynb?token=" in address for address in printed), printed
 
@@ -294,16 +290,16 @@ def test_the_pictures_of_the_pages_show_what_is_there():
 
 @pytest.mark.browser
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
-def test_a_user_runs_the_landing_notebook_and_a_lesson_in_jupyterlab(tmp_path):
-    with jupyterlab(tmp_path) as (address, server):
-        assert "/lab/tree/notebooks/index.ipynb?token=" in address
-        with pytest.raises(urllib.error.HTTPError, match="403"):
-            urllib.request.urlopen(address.split("/lab/")[0] + "/api/contents", timeout=20)
-        seen = visit(address, tmp_path / "alst", SHOTS)
-        kernels = [cmdline(p) for p in server.children(recursive=True) if "ipykernel_launcher" in cmdline(p)]
+def test_a_user_runs_the_landing_notebook_and_a_lesson_in_jupyterlab(lab):
+    folder, address, server = lab
+    assert "/lab/tree/notebooks/index.ipynb?token=" in address
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        urllib.request.urlopen(address.split("/lab/")[0] + "/api/contents", timeout=20)
+    seen = visit(address, folder / "alst", SHOTS)
+    kernels = [cmdline(p) for p in server.children(recursive=True) if "ipykernel_launcher" in cmdline(p)]
     assert len(kernels) == 2
     assert seen["asked"] == []  # such as whether one wants Jupyter's news
-    log = (tmp_path / "server.log").read_text()
+    log = (folder / "server.log").read_text()
     said = [noise for noise in ("encryption", "non-installed server", "websocket_ping_timeout") if noise in log]
     assert not said, log
     assert {Path(k[0]).parent for k in kernels} == {Path(sys.executable).parent}

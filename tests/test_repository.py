@@ -199,9 +199,13 @@ esac"""
     assert ("--index-url an index" in asked) == bool(index)
 
 
-def test_the_check_leaves_out_what_another_torch_brings(tmp_path, monkeypatch):
+@pytest.fixture
+def check(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "env"))
-    check = importlib.import_module("check")
+    return importlib.import_module("check")
+
+
+def test_the_check_leaves_out_what_another_torch_brings(tmp_path, monkeypatch, check):
     monkeypatch.setattr(check.sys, "prefix", str(tmp_path))
     lock = tmp_path / "lock.txt"
     lock.write_text("cuda-bindings==0.0.1\nnvidia-nvjitlink==0.0.1\n")
@@ -329,19 +333,12 @@ def test_a_template_is_small_takes_parameters_and_holds_no_outputs(name):
     assert not any(c["outputs"] or c["execution_count"] for c in code)
 
 
-CHECK = (
-    "import sys, pathlib; sys.path.insert(0, 'env'); import check; print(check.differences(pathlib.Path(sys.argv[1])))"
-)
-
-
-def test_this_environment_matches_its_lock():
+def test_this_environment_matches_its_lock(check):
     """Where `make` set it up: a stale environment must not vouch for the locks."""
     target = Path(sys.prefix) / ".target"
     if not target.exists():
         pytest.skip("this environment was not made by env/install.sh")
-    lock = target.read_text().split()[0]
-    done = subprocess.run([sys.executable, "-c", CHECK, lock], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+    assert check.differences(ROOT / target.read_text().split()[0]) == []
 
 
 def test_readme_shows_the_committed_ablation():

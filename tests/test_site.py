@@ -287,7 +287,7 @@ def test_a_browser_shows_the_machine_of_the_address(tmp_path, table):
     page_of = page_that_says_what_fits(tmp_path, table).as_uri()
     with playwright.sync_playwright() as started:
         browser = started.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        page, errors = browser.new_page(), list[str]()
+        page, errors = browser.new_page(), []
         page.on("pageerror", lambda error: errors.append(str(error)))
 
         expect, now = playwright.expect, page.get_by_label

@@ -15,7 +15,6 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from threading import get_ident
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import torch
@@ -42,6 +41,7 @@ def fake_cuda(capability=(9, 0)):
 
     _lend_device_guard()
     watch, state = Watch(), torch.zeros(16, dtype=torch.uint8)
+    stream = mock.Mock(spec=torch.cuda.Stream)  # on which nothing runs
 
     class Slab:
         """Host memory without the registration at the driver."""
@@ -57,7 +57,7 @@ def fake_cuda(capability=(9, 0)):
     with contextlib.ExitStack() as stack:
         for name, stand_in in {
             "get_device_capability": lambda *_: capability, "get_rng_state": lambda *_: state,
-            "set_rng_state": lambda *_: None, "Stream": Stream, "current_stream": Stream,
+            "set_rng_state": lambda *_: None, "Stream": lambda *_: stream, "current_stream": lambda *_: stream,
             "stream": contextlib.nullcontext,
         }.items():  # fmt: skip
             stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
@@ -69,32 +69,13 @@ def fake_cuda(capability=(9, 0)):
         yield watch
 
 
-class Stream:
-    """A stream on which nothing runs."""
-
-    def __init__(self, device=None):
-        pass
-
-    def synchronize(self):
-        pass
-
-    def wait_stream(self, other):
-        pass
-
-    def wait_event(self, event):
-        pass
-
-    def record_event(self):
-        return object()
-
-
 KERNELS = {
     "_scaled_dot_product_cudnn_attention": "cudnn", "_scaled_dot_product_cudnn_attention_backward": "cudnn backward",
     "_flash_attention_forward": "flash", "_flash_attention_backward": "flash backward",
     "_scaled_dot_product_efficient_attention": "efficient",
     "_scaled_dot_product_efficient_attention_backward": "efficient backward",
 }  # fmt: skip
-"""Operators whose calls are held against what they need, and what problems call them."""
+"""Operators whose calls are held against what they need, and by which names they are counted."""
 
 
 class Watch(TorchDispatchMode):
@@ -102,19 +83,19 @@ class Watch(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.kernels: Counter[str] = Counter()
-        """Calls of each attention kernel."""
-        self.graphs: dict[Any, set[Any]] = defaultdict(set)
+        self.kernels = Counter()
+        """Calls of each attention kernel, by the names of `KERNELS`."""
+        self.graphs = defaultdict(set)
         """Of each graph that cuDNN would build (kind, thread, key): the layouts of `out` and `dout` that it was asked
         for. PyTorch keeps graphs for each thread."""
         self.uploads = 0
         """Tensors that were copied to the device."""
-        self.problems: list[str] = []
+        self.problems = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, func._schema.name.removeprefix("aten::")
         if name in KERNELS:
-            self.kernels[name] += 1
+            self.kernels[KERNELS[name]] += 1
             given = {argument.name: argument.default_value for argument in func._schema.arguments}
             named = {n.removesuffix("_"): value for n, value in {**given, **dict(zip(given, args)), **kwargs}.items()}
             self._check(KERNELS[name], SimpleNamespace(**named))
@@ -214,8 +195,8 @@ def _add(sums, key, g):
 def _run(outputs, grads, inputs=None):
     """Back-propagate, a node that was made later first; gradients of leaves go to `.grad`, or those of `inputs` alone
     are returned by their id."""
-    pending: dict[Any, dict[int, Tensor]] = defaultdict(dict)
-    nodes, found = {(i.grad_fn or i, i.output_nr): id(i) for i in inputs or ()}, dict[int, Tensor]()
+    pending, found = defaultdict(dict), {}
+    nodes = {(i.grad_fn or i, i.output_nr): id(i) for i in inputs or ()}
     for o, g in zip(outputs, grads):
         if o.grad_fn is not None:
             _add(pending[o.grad_fn], o.output_nr, torch.ones_like(o) if g is None else g)

@@ -12,6 +12,8 @@ from alstlib.config import RunConfig
 from alstlib.hf.models import load_model
 from alstlib.measure.simulate import drop_gradients, fake_ranks, shard_of
 
+GEMMA = "google/gemma-2-9b"
+
 
 class Steps:
     """Steps of a model of few layers and the real width, attached with these options."""
@@ -39,14 +41,11 @@ class Steps:
 def build(name, layers):
     if name in zoo.MODELS:
         return zoo.build(name, dtype=torch.bfloat16, num_hidden_layers=layers, max_position_embeddings=4096)
-    if name != "gemma-2":
-        run = RunConfig(model={"name": name, "config": {"num_hidden_layers": layers}, "random_weights": True})
-        return load_model(run, torch.bfloat16, shape_only=True)
-    from transformers import AutoModelForCausalLM, Gemma2Config
-
-    # those of Gemma-2-9B are the defaults, but for the vocabulary, which tells nothing here
-    config = Gemma2Config(num_hidden_layers=layers, vocab_size=32_000, sliding_window=1024)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+    fields = {"num_hidden_layers": layers}
+    if name == GEMMA:
+        fields |= {"vocab_size": 32_000, "sliding_window": 1024}  # the vocabulary tells nothing here
+    run = RunConfig(model={"name": name, "config": fields, "random_weights": True})
+    return load_model(run, torch.bfloat16, shape_only=True)
 
 
 @contextlib.contextmanager

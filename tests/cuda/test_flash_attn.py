@@ -67,7 +67,7 @@ class Package:
 
     def __init__(self, name, watch):
         self.name, self.watch, self.packed = name, watch, 0
-        self.softcaps: set[float | None] = set()
+        self.softcaps = set()
         """With which it was called."""
         self.module = types.ModuleType(PACKAGES[name][0])
         for function, parameters in SIGNATURES[name][1].items():

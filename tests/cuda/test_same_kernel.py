@@ -7,11 +7,13 @@ import pytest
 import torch
 from fake import fake_cuda
 from operators import error_of
+from quick_steps import quick  # noqa: F401
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import alstlib
 from alstlib.config import RunConfig
 from alstlib.kernels.backends import choose_backend
+from alstlib.kernels.rule import Rule
 from alstlib.measure.simulate import simulate
 from alstlib.planner.activations import kernel_workspace
 from alstlib.planner.gpus import GPUS, rates_of
@@ -88,19 +90,18 @@ def test_simulated_blocks_are_multiplied_as_on_the_device():
 
 
 @pytest.mark.parametrize("gpu", GPUS)
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_the_planner_foretells_it(gpu, dtype):
-    """By the GPU and by the width of heads, with what the kernel takes for itself."""
+@pytest.mark.parametrize("dtype, nbytes", [("bf16", 2), ("fp32", 4)])
+def test_the_planner_foretells_it(gpu, dtype, nbytes):
+    """By the GPU and by the width of heads."""
     rates = rates_of(gpu)
-    machine = Machine(rates=rates)
     for width in (64, 80, 100, 128, 192, 256, 512):
         fields = {"head_dim": width, "num_hidden_layers": 2}
         run = RunConfig(model={"name": "llama-3.1-8b", "config": fields, "dtype": dtype})
-        found = predict(read_shape(run.model.name, fields), run, machine, 32_768).activations
-        with fake_cuda((rates.capability, 0)):
-            kind = torch.bfloat16 if dtype == "bf16" else torch.float32
-            chosen = choose_backend("sdpa", torch.device("cuda", 0), kind, width)
-        assert found.kernel == chosen.name
+        found = predict(read_shape(run.model.name, fields), run, Machine(rates=rates), 32_768).activations
+        assert found.kernel == sdpa_kernel("cuda", nbytes, width, False, rates.capability)
+
+
+def test_what_a_kernel_takes_for_itself():
     shape, queries = read_shape("llama-3.1-8b"), 1000 * 32 * 128
     flash = kernel_workspace(shape, "flash", 1000)
     assert flash == 2 * kernel_workspace(shape, "cudnn", 1000) == 8 * queries

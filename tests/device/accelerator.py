@@ -1,9 +1,5 @@
 """The device as DeepSpeed knows devices."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
@@ -17,7 +13,7 @@ class LateAccelerator(CPU_Accelerator):
     def __init__(self):
         super().__init__()
         self._name, self._communication_backend_name = module.NAME, "late"
-        self.here: Any = torch.get_device_module(module.device())
+        self.here = torch.get_device_module(module.device())
 
     def create_op_builder(self, class_name):
         """Not the CPU's collectives in shared memory, which GPUs have not, and which take two minutes to compile."""
@@ -25,6 +21,9 @@ class LateAccelerator(CPU_Accelerator):
 
     def is_synchronized_device(self):
         return False
+
+    def device_count(self):
+        return 1
 
     def device_name(self, device_index=None):
         return module.NAME if device_index is None else f"{module.NAME}:{device_index}"
@@ -35,21 +34,6 @@ class LateAccelerator(CPU_Accelerator):
     def current_device_name(self):
         return f"{module.NAME}:0"
 
-    def device(self, device_index=None):
-        return self.here.device(device_index)
-
-    def device_count(self):
-        return 1
-
-    def synchronize(self, device_index=None):
-        self.here.synchronize()
-
-    def set_rng_state(self, new_state, device_index=None):
-        self.here.set_rng_state(new_state)
-
-    def get_rng_state(self, device_index=None):
-        return self.here.get_rng_state()
-
     @property
     def Stream(self):
         return self.here.Stream
@@ -57,24 +41,6 @@ class LateAccelerator(CPU_Accelerator):
     @property
     def Event(self):
         return self.here.Event
-
-    def stream(self, stream):
-        return self.here.stream(stream)
-
-    def current_stream(self, device_index=None):
-        return self.here.current_stream()
-
-    def default_stream(self, device_index=None):
-        return self.here.default_stream()
-
-    def memory_allocated(self, device_index=None):
-        return self.here.memory_allocated()
-
-    def max_memory_allocated(self, device_index=None):
-        return self.here.max_memory_allocated()
-
-    def reset_peak_memory_stats(self, device_index=None):
-        self.here.reset_peak_memory_stats()
 
     def total_memory(self, device_index=None):
         return module.TOTAL
@@ -93,6 +59,17 @@ class LateAccelerator(CPU_Accelerator):
 
     def on_accelerator(self, tensor):
         return tensor.device.type == module.NAME
+
+
+def _of_the_module(name):
+    return lambda self, *args, **named: getattr(self.here, name)(*args, **named)
+
+
+for name in (
+    "stream", "current_stream", "default_stream", "device", "synchronize", "get_rng_state", "set_rng_state",
+    "memory_allocated", "max_memory_allocated", "reset_peak_memory_stats",
+):  # fmt: skip
+    setattr(LateAccelerator, name, _of_the_module(name))
 
 
 def install():

@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch.utils import cpp_extension
@@ -36,8 +37,6 @@ def load():
             _build(name, folder)
             ready.touch()
     spec = importlib.util.spec_from_file_location(name, folder / f"{name}.so")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -45,10 +44,7 @@ def load():
 
 def _build(name, folder):
     (folder / "lock").unlink(missing_ok=True)  # PyTorch's own, which a build that was killed leaves
-    with contextlib.ExitStack() as stack:
-        before = os.environ.get("MAX_JOBS")
-        stack.callback(lambda: os.environ.pop("MAX_JOBS") if before is None else os.environ.update(MAX_JOBS=before))
-        os.environ["MAX_JOBS"] = "1"
+    with mock.patch.dict(os.environ, MAX_JOBS="1"):
         cpp_extension.load(name, [str(SOURCE)], build_directory=str(folder), extra_cflags=["-O0", "-w"])
 
 

@@ -47,13 +47,13 @@ def run_of(name, **options):
 ])  # fmt: skip
 def test_any_model_is_planned(kind, layers, fields, tmp_path):
     """Its parameters are counted, and a plan is what the whole model takes."""
-    name = folder(tmp_path, kind, layers, **fields)
-    run = run_of(name).replace(data={"seq_len": 2 * 1500})
+    name, tokens = folder(tmp_path, kind, layers, **fields), 2 * 700
+    run = run_of(name).replace(data={"seq_len": tokens})
     shape, whole = read_shape(name), simulate.simulate(run, 2)
     with torch.device("meta"):
         model = load_model(run, torch.bfloat16, shape_only=True)
     assert shape.parameters == sum(p.numel() for p in model.parameters())
-    planned = activations(shape, run, 2, 2 * 1500, "cuda", workspace=False)
+    planned = activations(shape, run, 2, tokens, "cuda", workspace=False)
     assert (planned.peak, planned.host) == pytest.approx((whole.device_peak, whole.host_peak), rel=0.01)
 
 
@@ -72,10 +72,10 @@ def test_lines_meet_whole_steps_between_two_tiles_and_from_four_chunks_on(option
 
 def test_layers_of_several_kinds_are_those_of_the_whole_model(tmp_path):
     """Of each kind the last, and what the others before it keep, to the byte."""
-    name = folder(tmp_path, "glm4_moe", 6, first_k_dense_replace=2)
+    name = folder(tmp_path, "glm4_moe", 5, first_k_dense_replace=2)
     for fields in ({"offload": False}, {"checkpoint": False, "offload": False}, {}):
-        run = run_of(name, **fields).replace(data={"seq_len": 2 * 640})
-        few, whole = Deep(run, 2).at(2 * 640), simulate.simulate(run, 2)
+        run = run_of(name, **fields).replace(data={"seq_len": 2 * 320})
+        few, whole = Deep(run, 2).at(2 * 320), simulate.simulate(run, 2)
         for what in ("device_peak", "host_peak", "wire_bytes", "categories"):
             assert getattr(few, what) == getattr(whole, what), what
 
@@ -145,7 +145,7 @@ def test_what_comes_with_the_library_is_what_is_simulated_today():
 def test_blocks_and_tiles_that_are_alike_are_not_all_run(tmp_path, monkeypatch):
     """Soft caps run block by block: some of the blocks, and of the tiles, take as much as all."""
     name = folder(tmp_path, "gemma2", 2)
-    run = run_of(name, attention="blockwise").replace(data={"seq_len": 6000})
+    run = run_of(name, attention="blockwise").replace(data={"seq_len": 4000})
     some = simulate.simulate(run, 1)
     monkeypatch.setattr(simulate, "ENDS", 10**6)
     whole = simulate.simulate(run, 1)

@@ -27,7 +27,7 @@ OPTIONS = {
     "attention kept": {"save_attention": True},
     "offload": {"offload": True, "save_attention": "auto"},
     "chunk": {"offload": True, "save_attention": "auto", "chunk": 64},
-    "some inputs": {"offload": "sync", "save_attention": "auto", "host_memory": 200_000},
+    "some inputs": {"offload": "sync", "save_attention": "auto", "host_memory": 60_000},
     "half precision": {"model.dtype": "bf16", "options.offload": True},
     "9 heads on 3": NINE,
     "9 heads on 3, chunk": {**NINE, "options.chunk": 70},
@@ -58,7 +58,8 @@ def with_real_tensors(run, ranks):
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_a_simulated_rank_is_a_real_one(options, ranks):
     """To the byte."""
-    fake, real = simulate(run_of(**options), ranks, "cpu"), with_real_tensors(run_of(**options), ranks)
+    run = run_of(**options, seq_len=160 * ranks)
+    fake, real = simulate(run, ranks, "cpu"), with_real_tensors(run, ranks)
     assert same(fake, real)
     assert fake.device_peak > 0
     assert set(fake.categories) <= {"attention", "checkpoints", "exchange", "hidden states", "loss", "mlp"}
@@ -69,12 +70,14 @@ def test_a_simulated_rank_is_a_real_one(options, ranks):
 
 
 def real_step(rank, world, run):
-    """A step over real ranks, without an engine. The middle one of five: gloo's threads may hold what was sent a moment
-    longer than the exchange lasts, which raises a step's peak, or lowers that of the step in which it is let go."""
+    """A step over real ranks, without an engine. Of several ranks the middle one of five: gloo's threads may hold what
+    was sent a moment longer than the exchange lasts, which raises a step's peak, or lowers that of the step in which it
+    is let go."""
     ctx, model = alstlib.SPContext.create(world), load_model(run, torch.float32)
     drop_gradients(model)
     with alstlib.apply(model, ctx, run.options) as handle:
-        return sorted((step(run, model, handle, ctx) for _ in range(5)), key=lambda s: s.device_peak)[2]
+        steps = [step(run, model, handle, ctx) for _ in range(5 if world > 1 else 1)]
+        return sorted(steps, key=lambda s: s.device_peak)[len(steps) // 2]
 
 
 @pytest.mark.parametrize("row, sp", [(row, sp) for row in ROWS for sp in ((1, 2, 4) if "sp" in ROWS[row] else (1,))])

@@ -13,10 +13,9 @@ from quick_steps import asked, quick  # noqa: F401
 from alstlib import tables
 from alstlib.hf.models import flos
 from alstlib.hf.public_models import PUBLIC, TRAINED
-from alstlib.planner import command, fits, rendering
+from alstlib.planner import fits, rendering
 from alstlib.planner.gpus import rates_of
 from alstlib.planner.machine import read_machine
-from alstlib.runs.cli import main
 from alstlib.units import GIB, format_bytes, format_seconds
 
 EIGHT = "--model meta-llama/Llama-3.1-8B --gpus 8 --gpu-memory 80GB --host-memory 1.9TB"
@@ -97,14 +96,6 @@ def test_a_model_that_cannot_be_loaded(plan, planned):
         assert [one["what"] for one in made["works_with"]] == ["166 GiB of host memory on each node"]
         assert (made["fits"], made["limit"], made["longest_sequence"]) == (False, "loading: host", 0)
     assert "would take" not in plan("--gpus-per-node 2", 0, of)
-
-
-def test_options_are_those_of_a_run(planned):
-    shapes = ("", "--set options.chunk=16384 --host-memory 9TB", "--set 'model.config={num_hidden_layers: 4}'")
-    plain, chunked, shallow = map(planned, shapes)
-    assert chunked["longest_sequence"] > 1.5 * plain["longest_sequence"]
-    assert chunked["options"]["options.chunk"] == 16_384
-    assert shallow["model"]["parameters"] < plain["model"]["parameters"] / 3
 
 
 @pytest.mark.simulates
@@ -255,12 +246,6 @@ def test_other_versions_than_those_of_the_simulation_are_remarked(planned, monke
 def test_published_models_have_a_trained_length():
     assert {*TRAINED} <= {*PUBLIC}
     assert len(TRAINED) >= 25
-
-
-def test_help_says_what_the_exit_status_means(capsys):
-    with pytest.raises(SystemExit):
-        main(["plan", "--help"])
-    assert command.EXIT in " ".join(capsys.readouterr().out.split())
 
 
 def test_terms_can_be_set(planned):

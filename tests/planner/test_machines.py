@@ -23,10 +23,8 @@ def plan(alst):
 
 
 @pytest.mark.parametrize("written, name", [
-    ("h100", "H100"), ("H100-80GB", "H100"), ("NVIDIA H100 SXM5", "H100"), ("h200", "H200"), ("B200", "B200"),
-    ("A100", "A100"), ("a100 80gb", "A100"), ("A100-80GB", "A100"), ("A100_40GB", "A100-40GB"),
-    ("RTX 4090", "RTX4090"), ("rtx-4090", "RTX4090"), ("4090", "RTX4090"), ("GeForce RTX 4090", "RTX4090"),
-    ("gh200", "GH200"),
+    ("h100", "H100"), ("NVIDIA H100 SXM5", "H100"), ("a100 80gb", "A100"), ("A100_40GB", "A100-40GB"),
+    ("rtx-4090", "RTX4090"), ("4090", "RTX4090"), ("GeForce RTX 4090", "RTX4090"),
 ])  # fmt: skip
 def test_gpus_have_the_names_that_people_write(written, name):
     assert rates_of(written) is GPUS[name]

@@ -35,7 +35,7 @@ RUN = {
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
-    names = ("ours", "readme", *REFERENCE, "transformers", "ours+chunk", "ours+chunk+offload")
+    names = ("ours", "readme", *REFERENCE, "transformers", "ours+chunk+offload")
     run = RunConfig.from_dict({**RUN, "optim.steps": 1, "peers": names})
     made = launch(run, tmp_path_factory.mktemp("peers"), worker=peers.__file__)["metrics"]["peers"]
     assert tuple(made) == names
@@ -58,7 +58,7 @@ def test_stacks_side_by_side(compared):
 def test_every_stack_has_processes_of_its_own(compared):
     """One for each rank: stacks that share a process slow each other down."""
     processes = [pid for one in compared.values() for pids in one["processes"] for pid in pids]
-    assert len({*processes}) == len(processes) == 2 * 7
+    assert len({*processes}) == len(processes) == 2 * 6
 
 
 def _in_turn(rank, world, run, out):
@@ -98,7 +98,7 @@ def test_wire_bytes_are_the_formulas(compared):
     stripes = 3 * 8 * rows // 2  # tokens, positions and labels of `chunk`
     sent = {n: one["wire_bytes"] for n, one in compared.items()}
     assert sent["ours"] == ours * head * layers
-    assert abs(sent["ours+chunk"] - sent["ours"] - stripes) <= 3 * 8 * 64
+    assert abs(sent["ours+chunk+offload"] - sent["ours"] - stripes) <= 3 * 8 * 64
     for name in REFERENCE:  # twice forward, once backward
         assert sent[name] == 3 * forward * head * layers + positions
     assert sent["transformers"] == 0
@@ -188,13 +188,8 @@ def test_zeros_traffic_is_told_apart(compared):
     assert tiles > plain > ours > 0
 
 
-def test_counts_and_peak():
-    q, k = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)
-    attention, cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, torch.device("cpu")
-    with Counts() as counts:
-        attention(q, k, k, 0.0, True)
-        attention(q[:, :, :3], k, k, 0.0, False)
-    assert counts.pairs == 4 * (6 * 7 // 2 + 3 * 6)
+def test_the_peak_over_what_is_there():
+    cpu = torch.device("cpu")
     assert peak_over_start(lambda: torch.zeros(1000).add(1), cpu) == pytest.approx(8000, rel=0.05)
     assert peak_over_start(lambda: torch.ops.aten.add(torch.zeros(1000), 1), cpu) == 8000
 

@@ -111,7 +111,7 @@ class Cluster:
         install()
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # the names of sockets must be short
         self.mark, self.left = uuid.uuid4().hex, ()
-        self.daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self.daemons = {}
         self.env = {**os.environ, "PATH": PATH, MARK: self.mark, "SLURM_CONF": str(self.folder / "slurm.conf")}
         try:
             self._configure()
@@ -124,7 +124,7 @@ class Cluster:
             for node in NODES:
                 self._start(node, "slurmd", "-D", "-N", node)
             for node in NODES:
-                self._await(node, lambda node=node: self.show("node", node).get("State") == "IDLE")  # type: ignore[misc]
+                self._await(node, lambda node=node: self.show("node", node).get("State") == "IDLE")
         except BaseException:
             self.__exit__()
             raise

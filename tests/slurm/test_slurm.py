@@ -14,6 +14,7 @@ import yaml
 from cases import wait_for
 from cluster import CPU_NODES, GPU_NODES, GPUS, tail
 from test_lab import checkout as copy
+from test_repository import program
 
 from alstlib.runs import results
 from alstlib.runs.processes import processes
@@ -78,12 +79,9 @@ def test_a_job_gets_whole_nodes_whatever_they_have(slurm, tmp_path):
     code = "import subprocess, sys; from alstlib.runs import cluster; "
     code += "sys.exit(subprocess.run([*cluster.here().launcher, *sys.argv[1:]]).returncode)"
     on_nodes = shlex.join([sys.executable, "-c", code, str(tmp_path / "task")])
-    for name, script in (
-        ("task", f'echo "{said} $@"'), ("python", f'export CUDA_VISIBLE_DEVICES=\nexec {on_nodes} "$@"'),
-    ):  # fmt: skip
-        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
-        (tmp_path / name).chmod(0o755)
-    slurm.env |= {"ALST_PYTHON": str(tmp_path / "python"), "PYTHONPATH": str(ROOT)}
+    program(tmp_path / "task", f'echo "{said} $@"')
+    python = program(tmp_path / "python", f'export CUDA_VISIBLE_DEVICES=\nexec {on_nodes} "$@"')
+    slurm.env |= {"ALST_PYTHON": python, "PYTHONPATH": str(ROOT)}
     cores = f"0-{last}" if (last := (os.cpu_count() or 1) - 1) > 1 else ",".join(map(str, range(last + 1)))
     try:
         on_gpus = "--partition=gpu"
