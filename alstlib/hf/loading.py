@@ -73,7 +73,7 @@ def _whole(run: RunConfig, dtype: torch.dtype, device: torch.device) -> PreTrain
         with contextlib.suppress(torch.OutOfMemoryError):
             with device:
                 model = load_model(run, dtype)
-            model.to("cpu")
+            model.cpu()
             here.empty_cache()
             return model
         here.empty_cache()

@@ -151,8 +151,9 @@ class FineTune(Training, TrainerCallback):
         lost, left_out = len(account.useless), account.note(" and are left out")
         if lost > MOST_LOST * rows and not self.run.data.allow_dropped:
             raise ValueError(
-                f"{lost} of {rows} rows{of} ({lost / rows:.1%}) would be left out, more than {MOST_LOST:.0%}: mend them, "
-                f"or leave them out with data.allow_dropped: true (alst run --set data.allow_dropped=true). {left_out}"
+                f"{lost} of {rows} rows{of} ({lost / rows:.1%}) would be left out, more than {MOST_LOST:.0%}: mend "
+                "them, or leave them out with data.allow_dropped: true (alst run --set data.allow_dropped=true). "
+                f"{left_out}"
             )
         self.notes += [left_out] if lost else []
         if not split and (long := sum(size > limit for size in sizes)):

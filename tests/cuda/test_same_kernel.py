@@ -12,8 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import alstlib
 from alstlib.config import RunConfig
-from alstlib.kernels.backends import choose_backend
-from alstlib.kernels.rule import Rule
 from alstlib.measure.simulate import simulate
 from alstlib.planner.activations import kernel_workspace
 from alstlib.planner.gpus import GPUS, rates_of
