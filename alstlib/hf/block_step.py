@@ -78,6 +78,11 @@ def block_step(
             if train:
                 steps.backward(out.loss)
         return replace(out, loss=out.loss.detach())
+    if train and any(hasattr(p, "_in_backward_optimizers") for p in engine.parameters()):
+        raise ValueError(
+            "torch.distributed.optim._apply_optimizer_in_backward would step once for each block: call the optimizer's "
+            "step after block_step, or in hooks of register_post_accumulate_grad_hook, or use causal_lm_loss"
+        )
     micro = MicroBatch(handle, given, state, block)
     order = [(micro, i) for i in range(micro.blocks.count)]
     order += [(without_tokens(handle, batch), 0) for _ in range(count - len(order))]

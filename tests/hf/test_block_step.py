@@ -23,6 +23,7 @@ from cases import (
     worst_error,
 )
 from matrix import Case, More, check, run
+from torch.distributed.optim import _apply_optimizer_in_backward
 
 import alstlib
 from alstlib.data.shard import shard_batch
@@ -140,7 +141,8 @@ def test_a_failure_in_a_block_leaves_a_model_that_trains_on(when):
 
 
 def test_an_optimizer_in_backward_steps_once():
-    """Hooks that step and clear gradients as soon as these are made get whole gradients, once."""
+    """Hooks that step and clear gradients as soon as these are made get whole gradients, once; PyTorch's own, which
+    would step after each block, is refused."""
     model, taken = make_model("gqa"), []
     want = plain_step(model, sample())[1]
     for name, p in model.named_parameters():
@@ -151,6 +153,8 @@ def test_an_optimizer_in_backward_steps_once():
         step(model, sample(), block=4)
         assert len(taken) == len(want)
         assert worst_error(dict(taken), want)[0] < 1e-5
+        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.5})
+        check_refused("_apply_optimizer_in_backward would step once for each block", step, model, sample(), block=4)
 
 
 # ----- refusals

@@ -183,6 +183,23 @@ with locks.hold(Path(sys.argv[1])):
     assert ran.stderr.strip().splitlines()[-1] == "LookupError: the first error"
 
 
+def test_a_dead_process_holds_nothing(tmp_path):
+    code = """
+import sys, time
+from pathlib import Path
+from alstlib.runs import locks
+with locks.hold(Path(sys.argv[1])):
+    print(flush=True)
+    time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, cwd=REPOSITORY) as child:
+        child.stdout.readline()
+        assert locks.holder(tmp_path)["pid"] == child.pid
+        child.kill()
+    with locks.hold(tmp_path):
+        pass
+
+
 DUMP = """Thread 0x00007f2 (most recent call first):
   File "/usr/lib/python3/threading.py", line 1 in wait
 
