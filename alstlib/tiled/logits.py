@@ -173,11 +173,11 @@ class HeadPass:
         self.weight = torch.zeros_like(weight, dtype=self.wide) if needs[1] else None
         self.bias = torch.zeros_like(bias, dtype=self.wide) if needs[2] and bias is not None else None
 
-    def logps(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, upstream: Tensor
-    ) -> Iterator[tuple[slice, Tensor]]:
-        """For each tile, its place and the log-probabilities [t] of its labels. The gradients are those of the sum of
-        upstream [N] * log-probabilities."""
+    def tiles(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, upstream: Tensor | None = None
+    ) -> Iterator[tuple[slice, Softmax]]:
+        """For each tile, its place and its softmax; who takes it lets go of it before the next. The gradients are those
+        of the sum of upstream [N] (None: -1) * log-probabilities."""
         call, targets, rows = self.call, self.call.labels.reshape(-1), hidden.reshape(1, -1, hidden.shape[-1])
         weight, bias = weight.to(call.dtype), None if bias is None else bias.to(call.dtype)
         tiles = tiles_of(targets.shape[0], call.tile)
@@ -189,11 +189,13 @@ class HeadPass:
             del logits
             if call.statistics is not None:
                 call.statistics.note(at, one)
-            logps = one.logps()
+            yield at, one
             if self.needs:
-                self._add(at, part, one.grad(upstream[at]), weight)
+                # unnamed: it goes as soon as it has been read
+                grad = one.grad(one.sums.new_full((), -1.0) if upstream is None else upstream[at])
+                self._add(at, part, grad, weight)
+                del grad
             del part, one
-            yield at, logps
         if self.courier is not None:
             self.courier.finish()
 

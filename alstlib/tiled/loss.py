@@ -37,9 +37,9 @@ class _TiledLoss(torch.autograd.Function):
         # autograd says which inputs require a gradient, under no_grad too
         ctx.found = HeadPass(call, hidden, weight, bias, [train and need for need in ctx.needs_input_grad[2:]])
         total = torch.zeros((), dtype=ctx.found.wide, device=call.labels.device)
-        upstream = torch.full_like(total, -1.0).expand(call.labels.numel())
-        for _, logps in ctx.found.logps(hidden, weight, bias, upstream):
-            total -= logps.sum()
+        for _, one in ctx.found.tiles(hidden, weight, bias):
+            total -= one.logps().sum()
+            del one
         return total
 
     @staticmethod
@@ -61,8 +61,9 @@ class _TiledLogps(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias)
         found = HeadPass(call, hidden, weight, bias, (False, False, False))
         made = torch.zeros(call.labels.shape, dtype=found.wide, device=call.labels.device)
-        for at, logps in found.logps(hidden, weight, bias, made):
-            made.view(-1)[at] = logps
+        for at, one in found.tiles(hidden, weight, bias):
+            made.view(-1)[at] = one.logps()
+            del one
         return made
 
     @staticmethod
@@ -70,8 +71,8 @@ class _TiledLogps(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
         hidden, weight, bias = ctx.saved_tensors
         found = HeadPass(ctx.call, hidden, weight, bias, ctx.needs_input_grad[1:])
-        for _ in found.logps(hidden, weight, bias, upstream.reshape(-1)):
-            pass
+        for _, one in found.tiles(hidden, weight, bias, upstream.reshape(-1)):
+            del one
         return None, *found.grads()
 
 
