@@ -264,15 +264,15 @@ MOST = 1024
 
 def answer(request: Request, rates: Rates, gpus: int) -> Answer:
     """The first of `NEEDED` with which so many GPUs hold the asked length, or without one any length; else the last."""
-    question, answers = request.question(rates, gpus), list[Answer]()
+    question = request.question(rates, gpus)
     given = question.preset != "ours" or question.run.options.chunk or question.run.block
     for needs, changes in NEEDED.items() if not given else [("", {})]:
         other = replace(question, run=question.run.replace(**changes))
         found = other.at(request.seq_len) if request.seq_len else other.longest() or other.at(other.shortest)
-        answers.append(Answer(other, needs, found))
+        made = Answer(other, needs, found)
         if found.fits:
             break
-    return answers[-1]
+    return made
 
 
 def smallest(request: Request, rates: Rates) -> Answer:
