@@ -1,7 +1,7 @@
 """Checkpoints that are moved to the host: a layer keeps only its input, on the CPU (ALST, section 3.3).
 
 `checkpoint` runs a function without a graph and recomputes it in backward. What it keeps in between (the input and, if
-asked, attention outputs) lies in a `HostStore`. When that has too little room for every input, a `Segment` of
+asked, attention outputs) lies in a `Storage`. When that has too little room for every input, a `Segment` of
 consecutive checkpoints keeps only its first one: backward then runs the segment once more without a graph, which puts
 its inputs (and attention outputs) on the device, before it recomputes and back-propagates one checkpoint after another.
 """
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from alstlib.offload.host_store import HostStore
+from alstlib.offload.storage import Storage
 from alstlib.recompute import Replay, Values, first_order, those_that_train, unchanged
 
 
@@ -121,7 +122,7 @@ class _Checkpointed:
     outputs."""
 
     run: Callable[..., Any]
-    store: HostStore
+    store: Storage
     saved: Saved
     module: nn.Module | None
     rest: list[Tensor] = field(default_factory=list)
@@ -240,7 +241,7 @@ def checkpoint(
     fn: Callable[..., Any],
     x: Tensor,
     *args: Any,
-    store: HostStore | None = None,
+    store: Storage | None = None,
     saved: Saved | None = None,
     trains: bool = True,
     accept: Callable[[Any], bool] = lambda out: True,

@@ -17,18 +17,19 @@ import torch
 from torch import Tensor
 
 from alstlib.mesh import accelerator
+from alstlib.offload.storage import Storage
 
 
 class Courier:
     """Copies parts of host tensors to a device and back, in the order of the device's computation.
 
     Args:
-        store: the `HostStore` that holds them, and says whether copies run beside the computation.
+        store: holds them, and says whether copies run beside the computation.
         device: where the computation runs.
         leaving: what others have sent before and what is sent, with the events after which it is there.
     """
 
-    def __init__(self, store: Any, device: torch.device, leaving: list[tuple[Tensor, Any]] | None = None) -> None:
+    def __init__(self, store: Storage, device: torch.device, leaving: list[tuple[Tensor, Any]] | None = None) -> None:
         self.store, self.device, self.here, self.streams = store, device, accelerator(device), store.streams(device)
         self.leaving = [] if leaving is None else leaving
         self._used = False
@@ -170,7 +171,7 @@ class Travel:
         device: where the function runs.
     """
 
-    store: Any
+    store: Storage
     device: torch.device
     x: bool = True
     out: bool = True

@@ -38,7 +38,7 @@ from alstlib.kernels.spans import Documents
 from alstlib.linear.carried import Carried, Step
 from alstlib.offload.checkpoints import Segment
 from alstlib.offload.courier import Courier, parts_of, put_part, room_like
-from alstlib.offload.host_store import HostStore
+from alstlib.offload.storage import Storage
 from alstlib.recompute import GradientSums, Replay, check_thread, first_order, those_that_train, unchanged
 from alstlib.sizing import page_rows
 from alstlib.streaming.pages import LayerPages, PageChooser
@@ -190,7 +190,7 @@ class Stream:
     chunk: int
     ranks: int
     device: torch.device
-    store: HostStore
+    store: Storage
     keep: bool
     params: Callable[[], Sequence[Tensor]]
     accept: Callable[[Tensor], bool] = lambda out: True
