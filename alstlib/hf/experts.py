@@ -102,10 +102,11 @@ class TiledExperts(TiledMLP):
         found = [getattr(m, name, None) for m in self.inner.modules() for name in ("top_k", "num_experts_per_tok")]
         each = max((k for k in found if isinstance(k, int)), default=1)
         shapes = {n: getattr(p, "ds_shape", p.shape) for n, p in self.inner.named_parameters()}
-        widest, numbers = x.shape[-1], 0
-        for shape in shapes.values():
-            if len(shape) >= 2:  # a matrix for each expert, or one for all tokens
-                uses = each if len(shape) > 2 else 1
+        listed = max([1, *(len(m) for m in self.inner.modules() if isinstance(m, nn.ModuleList))])
+        widest, numbers = x.shape[-1], 0.0
+        for name, shape in shapes.items():
+            if len(shape) >= 2:  # a matrix for each expert, in one weight or in a list, or one for all tokens
+                uses = each if len(shape) > 2 else each / listed if "experts." in name else 1
                 widest, numbers = max(widest, *shape[-2:]), numbers + uses * sum(shape[-2:])
         sums = sum(4 * math.prod(shapes[n]) for n, p in self.inner.named_parameters() if p.requires_grad)
         tile = default_tile(each * widest, x.element_size(), x.device)

@@ -67,8 +67,8 @@ def _skeleton(run: RunConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _whole(run: RunConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The run's model on the host. Random weights are drawn on the device where they fit: those of an 8B took 206 s on
-    a host, in one thread."""
+    """The run's model on the host. Random weights are drawn on the device where they fit: 1.5B of them take 12 s on a
+    host, in one thread."""
     if has_random_weights(run) and (here := accelerator(device)) is not None:
         with contextlib.suppress(torch.OutOfMemoryError):
             with device:

@@ -96,19 +96,28 @@ class UlyssesAttention:
         together). `chunk`: its tokens [first, last) of sequences of this length; None: all of them."""
         rule = Rule(q.shape[-1] ** -0.5 if scale is None else float(scale), window, softcap or None)
         length = length or q.shape[2] * self.exchange.ranks
+        if documents is None and self._shape != (shape := (q.shape[0], length, q.device)):
+            self._shape, self._undivided = shape, Offsets()
+        kept = self._undivided if documents is None else documents
+        dealt = (
+            self.exchange,
+            self.split_rows,
+            q.shape[:2],
+            q.device,
+            k.shape[1],
+            length,
+            chunk,
+        )  # layers of other rules share it
 
         def choose() -> Way:
             _check(q, k, v, window, sinks)
             width, capped = max(q.shape[-1], v.shape[-1]), rule.softcap is not None
             heads, sample = (q.shape[1], k.shape[1]), Sample(q.shape[0], length, documents, q.device)
-            layout = layout_of(self.exchange, *heads, sample, chunk, self.split_rows)
+            layout = once(kept, dealt, lambda: layout_of(self.exchange, *heads, sample, chunk, self.split_rows))
             return Way(choose_backend(self.attention, q.device, q.dtype, width, capped), rule, layout)
 
-        if documents is None and self._shape != (shape := (q.shape[0], length, q.device)):
-            self._shape, self._undivided = shape, Offsets()
-        own = self.exchange, self.attention, self.split_rows  # not `self`, which would be a circle
-        key = (*own, rule, q.shape, k.shape, v.shape, q.dtype, chunk, kernel_device(q.device.type))
-        way = once(self._undivided if documents is None else documents, key, choose)
+        key = (*dealt, self.attention, rule, k.shape, v.shape, q.dtype, kernel_device(q.device.type))
+        way = once(kept, key, choose)
         self.backend_name = way.backend.name
         return way
 
