@@ -52,7 +52,8 @@ def by_heads(
         for i, t in zip(places, _Exchange.apply(exchange, some[0].shape[2], True, *some)):
             own[i] = t.view(*t.shape[:3], *tokens[i].shape[3:])
     out, state = pass_state(rule, own, [w.chunk(ranks)[exchange.rank] for w in weights], Exchange(), *more, **how)
-    return _Exchange.apply(exchange, ranks, False, out)[0], state
+    # models take views of it; with one head on each rank, heads do not lie side by side
+    return _Exchange.apply(exchange, ranks, False, out)[0].contiguous(), state
 
 
 class _Exchange(torch.autograd.Function):

@@ -145,8 +145,9 @@ def _run_rows(spec: Spec, names: Sequence[str], args: argparse.Namespace, note: 
             if ends_soon() and result["status"] in ("timeout", "cancelled") and (saved or ran > 1):
                 return _again(spec, row)
             bad.append(row)
-            print(result["error"]["log_tail"], file=sys.stderr)
-            if args.fail_fast or result["error"]["type"] == "LauncherFailed":
+            error = result["error"] or {"log_tail": "", "type": ""}
+            print(error["log_tail"], file=sys.stderr)
+            if args.fail_fast or error["type"] == "LauncherFailed":
                 break
         return _report(spec, bad, args, note)
 

@@ -183,7 +183,7 @@ def refused(rank, world):
 def test_blocks_that_may_mix_tokens_are_refused_for_some_of_the_rows(pools, world):
     """Of a rank, of a chunk, and of a block of the model."""
     for said in on_ranks(pools, world, refused):
-        assert said.startswith("layer 0: mlp (Block) routes tokens to experts, and may mix them: ")
+        assert "layer 0: mlp (Block) routes tokens to experts, and may mix them: " in said
         assert "Options(experts_by_token=True)" in said
     with attach(with_blocks(Block)) as handle:
         check_refused(r"may mix them: .*run by blocks", step, handle.model, sample(), block=5)

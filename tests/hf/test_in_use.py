@@ -2,7 +2,6 @@
 router's loss with padding, accumulation and replicas."""
 
 import copy
-import functools
 
 import pytest
 import torch
@@ -21,12 +20,11 @@ from cases import (
     sample_of,
     step,
 )
-from operators import attend, error_of, randn
+from operators import error_of, randn
 
 import alstlib
-from alstlib.kernels.backends import BACKENDS
-from alstlib.kernels.rule import Rule
 from alstlib.reference import relative_error, shift
+from alstlib.ulysses.attention import UlyssesAttention
 
 HOW = {"on": ALL_ON, "chunk": {**ALL_ON, "chunk": 5}, "off": ALL_OFF}
 LENGTH = 26
@@ -172,13 +170,21 @@ def test_a_router_loss_that_is_not_known_is_refused():
     assert "output_router_logits=True: the router's loss of JetMoe" in said
 
 
-@pytest.mark.parametrize("name", ["cpu", "blockwise"])
+@pytest.mark.parametrize("name", ["sdpa", "blockwise"])
 def test_kernels_sum_in_full_precision_under_autocast(name):
-    tensors = [randn(1, n, 64, 8, seed=n, dtype=torch.bfloat16) for n in (4, 2, 2, 4)]
-    run = functools.partial(attend, BACKENDS[name], tensors, Rule(1.0, softcap=30.0 if name == "blockwise" else None))
+    op, tensors = (
+        UlyssesAttention(alstlib.SPContext(), name),
+        [randn(1, n, 64, 8, seed=n, dtype=torch.bfloat16) for n in (4, 2, 2, 4)],
+    )
+
+    def run():
+        leaves = [t.clone().requires_grad_() for t in tensors[:3]]
+        out = op(*leaves, scale=1.0, softcap=30.0 if name == "blockwise" else None)
+        return out, *torch.autograd.grad(out, leaves, tensors[3])
+
     plain = run()
     with torch.autocast("cpu", torch.bfloat16):
-        assert all(torch.equal(a, b) for a, b in zip(plain, run()))
+        assert all(torch.equal(a, b) for a, b in zip(plain, run(), strict=True))
 
 
 # ----- dropout

@@ -280,10 +280,6 @@ def test_options_that_differ_between_ranks_are_refused_on_all(ranks2):
 # ----- types and shapes
 
 
-def no_scale(q, k, v, causal):
-    raise AssertionError("it is not called")
-
-
 DIVISOR = "engine_divides_by={!r} must be a number of at least 1"
 TOKENS = "step_tokens=.* must be the number of labels of the whole optimizer step"
 SMOOTHING = "label_smoothing={!r} must be a number from 0 to 1"
@@ -309,11 +305,6 @@ WRONG = [
 @pytest.mark.parametrize("run, fields, message", WRONG)
 def test_every_wrong_type_shape_or_number_is_named(attached, run, fields, message):
     check_refused(message, run, attached, {**slice_of(0), **fields})
-
-
-def test_an_attention_of_the_users_own_must_take_the_scale():
-    message = r"attention=no_scale must take \(q, k, v, \*, scale, causal\): .*scale"
-    check_refused(message, attach, make_model(), attention=no_scale)
 
 
 @pytest.fixture(scope="module")

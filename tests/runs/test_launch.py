@@ -346,7 +346,7 @@ def test_log_tail_fits_and_starts_with_the_first_traceback(tmp_path):
 def test_a_model_that_is_not_there_starts_no_rank(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(torchrun, "start", lambda *a: pytest.fail("ranks were started"))
-    for name, says in (("tinny", "did you mean 'tiny'"), (str(tmp_path / "lama"), "does not exist")):
+    for name, says in (("tinny", "built-in shapes: tiny, "), (str(tmp_path / "lama"), "does not exist")):
         with pytest.raises(ValueError, match=says):
             launch.launch(RunConfig(model={"name": name}), tmp_path / "out")
     assert not (tmp_path / "out").exists()

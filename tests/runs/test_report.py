@@ -235,13 +235,10 @@ def test_figures_of_many_rows_have_room_for_their_lines(drawn, recwarn, count):
         str(w.message) for w in recwarn if not issubclass(w.category, ResourceWarning)
     ] == []  # others may leave those
     for figure in drawn:
-        axes, *scale = figure.axes
+        (axes,) = figure.axes
         assert axes.get_window_extent().width > 0.6 * figure.get_window_extent().width
         ticks = [label.get_window_extent() for label in axes.get_xticklabels() if label.get_text()]
         assert all(a.x1 < b.x0 for a, b in itertools.pairwise(ticks))
-        assert bool(scale) == (len(axes.get_lines()) > 20)
-        if scale:
-            assert [t.get_text() for t in scale[0].get_yticklabels()][::5] == ["row-000", f"row-{count - 1:03}"]
 
 
 def test_a_page_elsewhere_links_to_the_results(written, tmp_path):

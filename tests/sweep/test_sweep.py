@@ -12,8 +12,8 @@ EXACT = [
 ]  # fmt: skip
 REFUSED = {
     "bart": "numbers its tokens by itself", "bloom": "computes attention by itself", "doge": "makes an attention mask",
-    "phimoe": "does not say its window", "inkling_text": "adds a position_bias", "zaya": "a convolution over 2 tokens",
-    "recurrent_gemma": "(RecurrentGemmaDecoderLayer) mixes tokens in another way than attention and the states that",
+    "phimoe": "does not say its window", "inkling_text": "adds a position_bias", "zaya": "mixes tokens by hybrid",
+    "recurrent_gemma": "mixes tokens by linear_attention",
     "rwkv": "(RwkvBlock) mixes tokens in another way than attention and the states that are known",
     "xlstm": "(xLSTMBlock) mixes tokens in another way than attention and the states that are known",
 }  # fmt: skip

@@ -225,7 +225,11 @@ def ends(pool, out, run):
 @pytest.mark.parametrize(
     "changes, kind, message",
     [
-        ({"model.config": {"attention_dropout": 0.1}}, "ValueError", "config.attention_dropout=0.1 is not supported"),
+        (
+            {"model.config": {"attention_dropout": 0.1}},
+            "ValueError",
+            "has attention dropout 0.1, which tiles",
+        ),
         ({"data.name": "nowhere.jsonl"}, "ValueError", "data='nowhere.jsonl' does not exist"),
         (
             {"data.name": [{"input_ids": [1, 9999, 2] * 100}]},

@@ -355,7 +355,7 @@ def test_an_accelerate_file_of_old_is_taken_over(ranks2):
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        ({"sp": 2}, "sp=2 needs at least 2 processes, but there is one: start the script with torchrun"),
+        ({"sp": 2}, r"sp=2 does not divide the world size 1: .* start the script with torchrun --nproc-per-node 2"),
         ({"sp": 0}, "sp=0 must be a whole number of at least 1"),
         ({"alst": {"offload": True}}, "must be an alstlib.Options"),
         ({"compute_loss_func": print}, "use label_smoothing_factor, or override compute_loss .* alstlib.token_logps"),
