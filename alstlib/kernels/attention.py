@@ -191,9 +191,9 @@ def _parts(backend: Backend, kind: str, tensors: Sequence[Tensor]) -> list[Piece
     whole = rows - tail
     step = -(-whole // -(-whole // most))  # equal parts: few shapes
     bounds = [*range(0, whole, min(most, step + -step % backend.granule)), whole, *([rows] if tail else [])]
-    found = []
-    for b in range(batch):
-        row = slice(b, b + 1), slice(b, b + 1)
+    found, many = [], max(1, most // max(rows, keys))  # blocks of a window are a batch of thousands
+    for b in range(0, batch, many):
+        row = (slice(b, min(b + many, batch)),) * 2
         for lo, hi in pairwise(bounds):
             before = keys if kind == "full" else lo
             if kind == "causal":
