@@ -122,6 +122,14 @@ def test_calls_that_are_cut_are_the_oracle(monkeypatch, name, shape, rows, buffe
     assert 0 < max(seen) < elements
 
 
+def test_rows_of_a_batch_share_a_call_that_is_cut(monkeypatch):
+    """Blocks of a window are a batch of thousands: not each becomes a call."""
+    monkeypatch.setattr(attention, "ELEMENTS", 100 * 4 * 8 * 8 + 1)
+    q = torch.empty(1000, 4, 8, 8)
+    cut = attention._parts(BACKENDS["cpu"], "causal", (q, q, q))
+    assert [piece.batch.stop - piece.batch.start for piece in cut] == [100] * 10
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("length", [128, 129, 160, 191])
 def test_a_ragged_length_of_a_kernel_that_is_built_for_each_shape_is_the_oracle(monkeypatch, length, batch):
