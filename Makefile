@@ -68,7 +68,7 @@ test-elsewhere: setup ## start the first command as another user, without contro
 test-faults: setup ## break runs: signals at random moments, stopped ranks, full disks, damaged files
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --faults tests/faults $(ARGS)
 
-mutations: setup ## 57 mistakes made on purpose, in copies, pages, checkpoints, exchanges and engines: a test shows each
+mutations: setup ## 51 mistakes made on purpose, in copies, pages, checkpoints, exchanges and engines: a test shows each
 	$(PYTEST) tests/device/test_late_mutations.py $(ARGS)
 
 liger: setup ## Liger and Triton beside .venv (700 MB), for the tests of Liger's kernels on a CPU

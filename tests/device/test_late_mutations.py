@@ -120,9 +120,6 @@ MUTATIONS = {
     "saved: logsumexp for output": Mutation(
         checkpoints.Saved.rewind, "zip(tensors[::2], tensors[1::2])", "zip(tensors[1::2], tensors[::2])", SEGMENTS
     ),
-    "saved: what another part left": Mutation(
-        checkpoints.Saved.left_by, "(part, self._calls[part])", "(0, 1)", SEGMENTS
-    ),
     "saved: another delta": Mutation(
         attention._Attention.backward, "out = output_with(delta, dout)", "out = dout", SEGMENTS
     ),
