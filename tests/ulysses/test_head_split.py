@@ -78,8 +78,9 @@ def test_plans_are_made_once_for_all_layers():
         one, two, other = (op.way(q, k, k, None, at) for at in (documents, documents, Offsets([0, 4, 8])))
         assert one is two
         assert other is not one
-    op.way(q[:, :, :3], k[:, :, :3], k[:, :, :3])
-    assert len(op._undivided.found) == 1  # those of samples of another shape are gone
+    short = [t[:, :, :3] for t in (q, k, k)]
+    assert op.way(*short).layout is op.way(*short, window=2).layout
+    assert len(op._undivided.found) == 3  # a layout and two ways; those of samples of another shape are gone
 
 
 def test_many_documents_are_handed_out_whole():
