@@ -99,15 +99,8 @@ class UlyssesAttention:
         if documents is None and self._shape != (shape := (q.shape[0], length, q.device)):
             self._shape, self._undivided = shape, Offsets()
         kept = self._undivided if documents is None else documents
-        dealt = (
-            self.exchange,
-            self.split_rows,
-            q.shape[:2],
-            q.device,
-            k.shape[1],
-            length,
-            chunk,
-        )  # layers of other rules share it
+        # layers of all rules share a layout; kept by its exchange, because `self` would be a circle
+        dealt = self.exchange, self.split_rows, q.shape[:2], q.device, k.shape[1], length, chunk
 
         def choose() -> Way:
             _check(q, k, v, window, sinks)
