@@ -60,11 +60,11 @@ def attention_forward(
     if kind == "upper":  # backwards, this triangle is a causal one
         out, lse = attention_forward(backend, q.flip(2), k.flip(2), v.flip(2), rule=rule)
         return out.flip(2), lse.flip(2)
-    kernel, how, cut, _, early = _calls(backend, rule, kind, cu_seqlens, spans, q, k, v)
+    kernel, how, cut, _ = _calls(backend, rule, kind, cu_seqlens, spans, q, k, v)
     if cut:
         out = _room(q, v.shape[-1], q.dtype)
         lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-        add_pieces(backend, cut, Attended(q, k, v, out, lse), rule, early)
+        add_pieces(backend, cut, Attended(q, k, v, out, lse), rule)
         return out, lse
     out, lse = kernel.forward(*padded(kernel, q, k, v), scale=rule.scale, causal=kind == "causal", **how)
     return out[..., : v.shape[-1]], lse
@@ -87,9 +87,9 @@ def attention_backward(
     if kind == "upper":
         turned = Attended(*(t.flip(2) for t in kept))
         return [g.flip(2) for g in attention_backward(backend, dout.flip(2), turned, rule=rule)]
-    kernel, how, cut, dtype, early = _calls(backend, rule, kind, cu_seqlens, spans, q, k, v, out, dout)
+    kernel, how, cut, dtype = _calls(backend, rule, kind, cu_seqlens, spans, q, k, v, out, dout)
     if cut:
-        made = add_gradients(backend, cut, dout, kept, rule, sums, dtype, early)
+        made = add_gradients(backend, cut, dout, kept, rule, sums, dtype)
         return made if sums else [g.to(q.dtype) for g in made]
     dout, q, k, v, out = padded(kernel, dout, q, k, v, out)
     made = kernel.backward(
@@ -99,9 +99,8 @@ def attention_backward(
     return [total.add_(g) for total, g in zip(sums, grads)] if sums else grads
 
 
-def add_pieces(backend: Backend, cut: Iterable[Piece], call: Attended, rule: Rule, early: bool = True) -> None:
-    """Compute pieces, and put them together in the call's output and logsumexp; `early`: what one made is freed before
-    the next begins."""
+def add_pieces(backend: Backend, cut: Iterable[Piece], call: Attended, rule: Rule) -> None:
+    """Compute pieces, and put them together in the call's output and logsumexp."""
     for piece in cut:
         mine = call.part(piece)
         out, lse = attention_forward(backend, *mine[:3], rule=rule, kind=piece.kind)
@@ -110,13 +109,12 @@ def add_pieces(backend: Backend, cut: Iterable[Piece], call: Attended, rule: Rul
         else:
             lse = merge(mine.out, mine.lse, out, lse)[1]
         mine.lse.copy_(lse)
-        if early:
-            del out, lse
+        del out, lse  # not beside what the next piece makes
 
 
 def add_gradients(
     backend: Backend, cut: Iterable[Piece], dout: Tensor, kept: Attended, rule: Rule, sums: Sequence[Tensor] = (),
-    dtype: torch.dtype | None = None, early: bool = True,
+    dtype: torch.dtype | None = None,
 ) -> Sequence[Tensor]:  # fmt: skip
     """Add what pieces contribute to the gradients of q, k and v; without `sums`, to new ones of this dtype."""
     for piece in cut:
@@ -125,16 +123,15 @@ def add_gradients(
         sums = sums or [_room(t, t.shape[-1], dtype).zero_() for t in kept[:3]]
         for total, of, grad in zip(sums, (piece.queries_of, piece.keys_of, piece.keys_of), grads):
             of(total).add_(grad)
-        if early:
-            del grads, grad
+        del grads, grad  # not beside what the next piece makes
     return sums
 
 
 def _calls(
     backend: Backend, rule: Rule, kind: str, cu_seqlens: Documents, spans: Sequence[Span], *tensors: Tensor
-) -> tuple[Backend, dict[str, Any], Sequence[Piece], torch.dtype, bool]:
+) -> tuple[Backend, dict[str, Any], Sequence[Piece], torch.dtype]:
     """How attention is computed: the kernel that takes it in one call, what that is given besides the scale; or the
-    pieces that it is cut into, the dtype in which their gradients are summed, and whether they are freed early.
+    pieces that it is cut into, and the dtype in which their gradients are summed.
 
     Args:
         tensors: q and k, and all others of the call.
@@ -150,16 +147,15 @@ def _calls(
             # for all documents, and a window, of whole sequences
             kernel = None if spans or rows != keys else BACKENDS.get(backend.packed_by)
             if kernel and (rule.softcap is None or kernel.softcap) and batch * keys <= most_rows(kernel, tensors):
-                return kernel, {**how, "packed": _packed(cu_seqlens, found, rule, q)}, (), q.dtype, True
+                return kernel, {**how, "packed": _packed(cu_seqlens, found, rule, q)}, (), q.dtype
             most = KEYS_PER_QUERY if backend.granule > 1 or len(tensors) > 3 else None  # more than 3: a backward
             cut = [piece for span in found for piece in pieces(span, rule.window, most)]
             once_each = all(piece.kind == "causal" for piece in cut)  # each key belongs to one call
-            return backend, how, cut, q.dtype if once_each else torch.promote_types(q.dtype, torch.float32), True
+            return backend, how, cut, q.dtype if once_each else torch.promote_types(q.dtype, torch.float32)
     assert batch == k.shape[0]  # not every kernel looks
     ragged = rows % backend.granule or keys % backend.granule
-    # The parts of a call that is too large are few: their gradients are summed in the tensors' dtype. Freed late, as
-    # here, they take 4 KB of each row of Mixtral on 8 ranks, and the plans of long samples are simulated so.
-    return BACKENDS[backend.packed_by] if ragged else backend, how, _parts(backend, kind, tensors), q.dtype, False
+    # the parts of a call that is too large are few: their gradients are summed in the tensors' dtype
+    return BACKENDS[backend.packed_by] if ragged else backend, how, _parts(backend, kind, tensors), q.dtype
 
 
 def _packed(cu_seqlens: Documents, spans: Sequence[Span], rule: Rule, q: Tensor) -> Packed:
