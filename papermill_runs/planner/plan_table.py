@@ -1,7 +1,8 @@
 """The planner compared with whole simulated steps at random configurations.
 
-Models are public ones with few layers, so that a whole step takes seconds. It appends to
-papermill_runs/results/planner/simulated.json, and goes on where it stopped.
+Models are public ones with few layers, so that most whole steps take less than `LIMIT`; what takes longer is written
+down as that, and not compared. It appends to papermill_runs/results/planner/simulated.json, and goes on where it
+stopped.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,16 @@ from alstlib.planner.model_shapes import read_shape
 FILE = Path("papermill_runs/results/planner/simulated.json")
 COUNT = 100
 LAYERS = 6
+LIMIT = 180
+"""Seconds that a whole simulated step may take."""
+
+
+class TooLong(BaseException):
+    """A whole step takes longer than `LIMIT`."""
+
+
+def ring(*_: Any) -> None:
+    raise TooLong
 
 
 def shallow(name: str, layers: int = LAYERS) -> dict[str, Any]:
@@ -68,7 +80,9 @@ def compare(seed: int) -> dict[str, Any]:
     """One configuration, planned and simulated whole. Bytes over the weights, of the last rank."""
     run, ranks, device = draw(seed)
     began = time.perf_counter()
+    signal.alarm(LIMIT)
     whole = simulate(run, ranks, device)
+    signal.alarm(0)
     seconds = time.perf_counter() - began
     shape = read_shape(run.model.name, run.model.config)
     planned = activations(shape, run, ranks, run.data.seq_len, device, workspace=False)
@@ -84,8 +98,10 @@ def compare(seed: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="*", default=range(COUNT), help=f"0 to {COUNT - 1} by default")
+    parser.add_argument("--to", type=Path, default=FILE, help="the file to which it appends")
     args = parser.parse_args()
-    found = {one["seed"]: one for one in json.loads(FILE.read_text())["found"]} if FILE.exists() else {}
+    signal.signal(signal.SIGALRM, ring)
+    found = {one["seed"]: one for one in json.loads(args.to.read_text())["found"]} if args.to.exists() else {}
     for seed in args.seeds:
         if seed in found:
             continue
@@ -93,9 +109,13 @@ def main() -> None:
             found[seed] = one = compare(seed)
         except ValueError as e:  # options that `apply` refuses for this model
             found[seed] = one = {"seed": seed, "refused": str(e)}
+        except TooLong:
+            found[seed] = one = {"seed": seed, "longer_than_seconds": LIMIT}
+        signal.alarm(0)
         print({n: one.get(n) for n in ("seed", "error", "ranks", "seconds", "refused")}, flush=True)
-        FILE.parent.mkdir(parents=True, exist_ok=True)
-        FILE.write_text(json.dumps({"mode": "simulated", "found": list(found.values())}, indent=1) + "\n")
+        args.to.parent.mkdir(parents=True, exist_ok=True)
+        ordered = [found[n] for n in sorted(found)]
+        args.to.write_text(json.dumps({"mode": "simulated", "found": ordered}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
