@@ -88,7 +88,6 @@ class More:
     host_memory: tuple[int | None, ...] = ()
     """Of each rank."""
     bucket: int = 2_000
-    pad_to: int | None = None
     prepare: Callable[[Any], Callable[[], Any]] | None = None
     """Called with the model before it is attached; what it returns is called after the step, for the result."""
 
@@ -407,7 +406,7 @@ def _run(rank, case, more):
         mine = samples[ctx.dp_rank :: case.dp]
         for block in more.blocks or blocks:
             logged, scale = 0.0, 1.0 if block else SCALE
-            loader = SPDataLoader(mine, ctx, accumulation, replicated=True, device=place, pad_to=more.pad_to)
+            loader = SPDataLoader(mine, ctx, accumulation, replicated=True, device=place)
             with conditions(case, rank):
                 if case.device == "late":
                     group.calls()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from cases import lines_of
+from cases import check_refused, lines_of
 from operators import error_of
 from pydantic import ValidationError
 
@@ -37,8 +37,7 @@ def test_quantities():
 
 @pytest.mark.parametrize("text", ["", "many", "12 XB", "1e6", "-5", "5 5", True, "GB", 7.9, "7.9", None])
 def test_what_is_no_quantity(text):
-    with pytest.raises(ValueError, match="seq_len="):
-        parse_quantity(text, "seq_len")
+    check_refused("seq_len=", parse_quantity, text, "seq_len")
 
 
 REFUSED = """

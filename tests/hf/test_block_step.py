@@ -19,6 +19,7 @@ from cases import (
     peak,
     plain_step,
     sample_of,
+    small_pages,
     step,
     worst_error,
 )
@@ -117,9 +118,10 @@ def test_device_memory_does_not_grow(build):
     assert many - few < 0.02 * few + 64 * 6 * 3 * 8, found
 
 
-@pytest.mark.parametrize("when", [1, 5, 8])
-def test_a_failure_in_a_block_leaves_a_model_that_trains_on(when):
-    """In forward, in backward's first block, and in its last: then block by block, whole, generation and detach."""
+@pytest.mark.parametrize("chunk, block, when", [(None, 9, 1), (None, 9, 5), (None, 9, 8), (4, None, 9)])
+def test_a_failure_leaves_a_model_that_trains_on(chunk, block, when):
+    """In forward, in backward's first block, and in its last: then block by block, whole, generation and detach. And in
+    the backward of layers in six chunks."""
     model, calls = make_model("gqa"), itertools.count(1)
     want = plain_step(model, sample())
 
@@ -127,15 +129,15 @@ def test_a_failure_in_a_block_leaves_a_model_that_trains_on(when):
         if next(calls) == when:
             raise RuntimeError("the device is on fire")
 
-    with attach(model, **HOST, tiles={"loss": True, "norm": True}) as handle:
+    with small_pages(), attach(model, **HOST, chunk=chunk, tiles={"loss": True, "norm": True}) as handle:
         hook = model.model.layers[1].mlp.register_forward_hook(fail)
         with pytest.raises(RuntimeError, match="on fire"):
-            step(model, sample(), block=9)  # 3 blocks; each recompute runs the MLP twice
+            step(model, sample(), block=block)  # 3 blocks; each recompute runs the MLP twice
         hook.remove()
         gc.collect()
         assert (handle.state, handle.store.leased) == (None, 0)
-        for block in (9, None):
-            check_step(step(model, sample(), block=block), want)
+        for again in {block, None}:
+            check_step(step(model, sample(), block=again), want)
         assert model.generate(sample()["input_ids"][:, :3], max_new_tokens=2, do_sample=False).shape[1] == 5
     check_step(plain_step(model, sample()), want, gradient=1e-6)
 

@@ -12,11 +12,6 @@ def step(pools, case, **more):
     return results
 
 
-@pytest.mark.parametrize("attention", ["eager", "blockwise"])
-def test_another_attention(pools, attention):
-    step(pools, Case("llama", data="rows", way="plain", tiles="off"), options={"attention": attention})
-
-
 @pytest.mark.parametrize("engine", ["average", "ddp", "zero1", "zero3"])
 @pytest.mark.parametrize("way", ["kept", "chunks, kept"])
 def test_the_head_alone_trains(pools, engine, way):
@@ -78,13 +73,6 @@ def test_replicas_in_which_all_that_is_local_differs(pools, engine, room):
     kept = {(r["every"], r["kept"]) for r in step(pools, case, **FIVE, data=data, accumulation=5, host_memory=host)}
     assert len(kept) == 1
     assert min(kept)[0] > 1 or not any(room)
-
-
-@pytest.mark.parametrize("model, chunk, pad_to", [("llama", 1, 6), ("qwen3_5", None, 9)])
-def test_samples_of_fewer_tokens_than_ranks(pools, model, chunk, pad_to):
-    """Some ranks have nothing but padding: in a step of samples of 5, 1, 2 and 3 tokens."""
-    case = Case(model, "3x1", "few", way="kept")
-    step(pools, case, accumulation=4, pad_to=pad_to, options={"chunk": chunk})
 
 
 @pytest.mark.parametrize("bucket", [1, 100_000])

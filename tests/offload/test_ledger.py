@@ -5,11 +5,10 @@ import gc
 
 import pytest
 import torch
-from cases import batch, check_step, make_model, step, train
+from cases import attach, batch, check_step, make_model, step, train
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-import alstlib
 from alstlib.offload.host_store import HostStore
 from alstlib.offload.ledger import DeviceOutOfMemory, Ledger, ran_out, storage_bytes
 
@@ -64,7 +63,7 @@ def test_reading_is_pytorchs_own_within_a_percent(options):
     shape = {**SHAPE, "hidden_size": width, "intermediate_size": 6 * width}
     model, data = make_model("gqa", **shape), batch(length, vocab=512)
     options = {name: 512 if value == 128 else value for name, value in options.items()}
-    with alstlib.apply(model, None, alstlib.Options(**options)) as handle:
+    with attach(model, **options) as handle:
         step = functools.partial(train, model, data)
         step()
         model.zero_grad()
@@ -177,7 +176,7 @@ def test_what_is_computed_on_the_host_stays_there():
 def test_budget_stops_a_run_and_a_shorter_one_goes_on():
     """As on a GPU: the step fails at the operation that goes beyond, and its memory comes back."""
     model = make_model("gqa", **SHAPE)
-    with alstlib.apply(model, None, alstlib.Options(**OPTIONS["nothing"])) as handle:
+    with attach(model, **OPTIONS["nothing"]) as handle:
         want = step(model, batch(512, vocab=512))
         with Ledger(stores=[handle.store]) as ledger:
             train(model, batch(512, vocab=512))
@@ -206,7 +205,7 @@ def test_budget_holds_from_start_and_not_after_close():
 
 def test_curve_and_peak_agree():
     model = make_model("gqa", **SHAPE)
-    with alstlib.apply(model, None, alstlib.Options(**OPTIONS["sync"])), Ledger(record=True) as ledger:
+    with attach(model, **OPTIONS["sync"]), Ledger(record=True) as ledger:
         train(model, batch(512, vocab=512))
         assert max(ledger.curve) == ledger.device_peak
         assert ledger.curve[-1] == ledger.device_bytes

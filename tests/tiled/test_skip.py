@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from cases import batch, make_model, plain_step, step, worst_error
+from cases import attach, batch, make_model, plain_step, step, worst_error
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
-
-import alstlib
 
 LENGTH = 20
 
@@ -89,7 +87,7 @@ def steps(model, options, count=2):
     tokens, grads = Counter[str](), []
     for layer in model.model.layers:
         layer.mlp.register_forward_hook(lambda module, args, out: tokens.update({"mlp": out.shape[1]}))
-    with alstlib.apply(model, None, alstlib.Options(**options)):
+    with attach(model, **options):
         for _ in range(count):
             tokens.clear()
             grads.append(step(model, batch(), seed=7)[1])

@@ -173,26 +173,7 @@ def lora(dropout=0.0):
     return mlp
 
 
-class Block(nn.Module):
-    """Owns an MLP, as a decoder layer does."""
-
-    def __init__(self, mlp):
-        super().__init__()
-        self.mlp = mlp
-        self.norm = nn.LayerNorm(WIDTH, dtype=torch.float64)
-
-    def forward(self, x):
-        return x + self.mlp(self.norm(x))
-
-
 X, UPSTREAM = randn(2, 13, WIDTH).requires_grad_(), randn(2, 13, WIDTH, seed=1)
-
-
-def alike(module, plain, x=X, upstream=UPSTREAM):
-    """Output and gradients of a module, which are those of the plain one."""
-    got = run(module, x, upstream)
-    assert worst(got, run(plain, x, upstream)) < 1e-12
-    return got
 
 
 MLPS = {"llama": llama, "gpt2": gpt2, "lora": lora}
@@ -219,15 +200,6 @@ def test_zero3s_hooks_see_an_input_that_needs_a_gradient():
         with torch.no_grad():
             mlp(randn(1, 7, WIDTH))
     assert seen == [True, False, False, False]
-
-
-def test_adapters_that_are_put_in_after_tiling():
-    """Defect 5: LoRA weights inside are missed. Of adapters put in before, `test_mlp_is_untiled` has the gradients."""
-    from peft import LoraConfig, inject_adapter_in_model
-
-    after = Block(TiledMLP(llama(), 4))
-    inject_adapter_in_model(LoraConfig(r=2, target_modules=["gate_proj", "down_proj"]), after)
-    alike(randomised(after.mlp, 0.5), lora())
 
 
 class Masked(nn.Module):
@@ -274,23 +246,8 @@ def test_bf16_weight_gradients_do_not_lose_with_the_number_of_tiles():
         assert ours < 0.01
 
 
-def test_names_and_state_stay_and_a_copy_is_a_model_of_its_own():
-    block, other, x = Block(gpt2()), Block(gpt2()), leaf(randn(1, 7, WIDTH), needs=True)
-    before = block(x)
-    block.mlp = TiledMLP(block.mlp, 4)
-    assert list(block.state_dict()) == list(other.state_dict())
-    twin = copy.deepcopy(block)
-    for copied in (twin, other):
-        copied.load_state_dict({k: v * 2 for k, v in block.state_dict().items()})
-    alike(twin, other, x, torch.ones_like(x))
-    assert worst([block(x)], [before]) < 1e-12
-    block.mlp.c_proj.weight = nn.Parameter(torch.zeros(10, WIDTH, dtype=torch.float64))
-    assert torch.equal(block.mlp(x)[0, 0], block.mlp.c_proj.bias), "a weight put in later is the one that is used"
-    assert block.float()(x.float()).dtype == torch.float32
-
-
-def test_skip_of_an_mlp_unless_it_draws():
-    """A recompute may skip the output; an MLP with dropout runs, as what is drawn after it must stay the same."""
+def test_the_output_of_an_mlp_that_is_skipped_takes_no_memory():
+    """How often a recompute skips it is in test_skip.py; that one which draws runs, in test_layer_runner.py."""
     mlp = TiledMLP(llama(), 4)
     want = run(mlp, X, UPSTREAM)
     with entered(Pass(skip=True)):
@@ -298,27 +255,6 @@ def test_skip_of_an_mlp_unless_it_draws():
     assert not got[0].any()  # type: ignore[union-attr]
     assert got[0].untyped_storage().nbytes() == 8, "one zero stands for all"  # type: ignore[union-attr]
     assert worst(got[1:], want[1:]) < 1e-12
-    mlp, first = TiledMLP(gpt2(dropout=0.5), 4), Pass()
-    with entered(first):
-        mlp(X)
-    mlp.eval()(X)  # another pass, which draws nothing
-    for drew, runs in ((first.drew, True), (set(), False)):
-        with entered(Pass(drew=drew, skip=True)):
-            assert mlp.train(runs)(X).any() == runs
-
-
-def test_a_backward_runs_in_the_mode_of_its_forward():
-    """Modes that are switched between forward and backward matter to neither, and stay as they were switched."""
-    for wrap in (lambda mlp: TiledMLP(mlp, 4), lambda mlp: mlp):
-        grads = []
-        for later in (True, False):
-            mlp = wrap(gpt2(dropout=0.5)).train()
-            torch.manual_seed(0)
-            out = mlp(X)
-            mlp.train(later)
-            grads.append(torch.autograd.grad(out.square().sum(), X)[0])
-            assert {m.training for m in mlp.modules()} == {later}
-        assert torch.equal(*grads)
 
 
 def test_memory_is_a_tile():
