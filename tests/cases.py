@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import math
 import socket
 import sys
@@ -11,8 +12,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, Qwen3Config
+from zoo import ZOO, trainable
 
 import alstlib
 from alstlib import sizing
@@ -37,28 +39,12 @@ def by_own_names(fields):
 
 
 def config(kind="gqa", **overrides):
-    heads, kv = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1), "wide": (8, 2)}.get(kind, (4, 2))
-    common = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-              "num_attention_heads": heads, "num_key_value_heads": kv, "max_position_embeddings": 512,
-              "tie_word_embeddings": False}  # fmt: skip
-    if kind == "qwen3":
-        return Qwen3Config(**{**common, "head_dim": 8, **overrides})
-    if kind == "gpt2":
-        return GPT2Config(**{"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512,
-                             "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, **overrides})  # fmt: skip
-    if kind == "gemma2":
-        return Gemma2Config(**{**common, "head_dim": 8, "attn_logit_softcapping": None, "sliding_window": 4096,
-                               "final_logit_softcapping": 5.0, **overrides})  # fmt: skip
-    return LlamaConfig(**{**common, **overrides})
+    name, fields = ZOO["SMALL"].get(kind, ZOO["SMALL"]["gqa"])
+    return getattr(transformers, name)(**{**fields, **overrides})
 
 
 def make_model(kind="gqa", seed=0, dtype=torch.float32, **overrides):
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config(kind, **overrides)).to(dtype)
-    with torch.no_grad():  # transformers' init is near zero: make every gradient count
-        for p in model.parameters():
-            p.add_(torch.randn_like(p) * 0.1)
-    return model.train()
+    return trainable(config(kind, **overrides), dtype, seed)
 
 
 def make_samples(count, length=32, batch=1, seed=0, masked=True):
@@ -230,7 +216,8 @@ def train(model, batch):
 
 def peak(model, batch, block=None, **options):
     """Device bytes that the third step of an attached model takes at most, besides what is there before it."""
-    with alstlib.apply(model, None, alstlib.Options(**options)) as handle, Ledger("cpu", [handle.store]) as ledger:
+    gc.collect()  # models of earlier tests, which would be freed in between
+    with attach(model, **options) as handle, Ledger("cpu", [handle.store]) as ledger:
         ledger.mark_host(())
         for _ in range(3):
             model.zero_grad()
@@ -313,18 +300,12 @@ def worst_error(got, want):
     return errors[name], name
 
 
-def wrap(model, kind, world, run):
+def wrap(model, kind, run):
     """The model in an engine: `ddp`, `fsdp2`, or DeepSpeed at the stage of the run."""
-    if kind == "ddp":
-        return nn.parallel.DistributedDataParallel(model)
-    if kind == "fsdp2":
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
+    if kind in ("ddp", "fsdp2"):
+        from matrix import engine_of
 
-        mesh = init_device_mesh("cpu", (world,))
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
+        return engine_of(model, kind)
     from alstlib.train.engine import initialize
 
     return initialize(run, model, False)

@@ -18,16 +18,20 @@ MODELS, MORE, HYBRIDS, MORE_HYBRIDS = (ZOO[name] for name in ("MODELS", "MORE", 
 state."""
 
 
+def trainable(config, dtype, seed=0, **how):
+    """A model whose every gradient counts (transformers' initial weights are near zero), and whose states last."""
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config, **how).to(dtype)
+    with torch.no_grad():
+        for n, p in model.named_parameters():
+            p.uniform_(-3.0, 0.5) if n.endswith("A_log") else p.add_(torch.randn_like(p) * 0.1)
+    return model.train()
+
+
 def build(name, dtype=torch.float32, seed=0, **overrides):
-    """A model whose every gradient counts (transformers' initial weights are near zero)."""
     kind, fields = {**MODELS, **MORE}[name]
     config = getattr(transformers, kind)(**{**COMMON, **fields, **overrides})
-    torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p) * 0.1)
-    return model.train()
+    return trainable(config, dtype, seed, attn_implementation="eager")
 
 
 def small(config, **fields):
@@ -38,14 +42,8 @@ def small(config, **fields):
 
 
 def build_hybrid(name, dtype=torch.float32, **overrides):
-    """A model whose every gradient counts, and whose states last."""
     kind, fields = {**HYBRIDS, **MORE_HYBRIDS}[name]
     config = getattr(transformers, kind)
     own = {f.name for f in dataclasses.fields(config)} | {*config.attribute_map}
     config = config(**{n: v for n, v in {**COMMON, **fields, **overrides}.items() if n in own or n in fields})
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype)
-    with torch.no_grad():
-        for n, p in model.named_parameters():
-            p.uniform_(-3.0, 0.5) if n.endswith("A_log") else p.add_(torch.randn_like(p) * 0.1)
-    return model.train()
+    return trainable(config, dtype, attn_implementation="eager")

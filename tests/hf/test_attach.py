@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+import yaml
 import zoo
 from cases import (
     ALL_OFF,
@@ -379,23 +380,9 @@ def without_its_window():
     return model
 
 
-BART = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "is_decoder": True,
-        "is_encoder_decoder": False}  # fmt: skip
 REFUSED = [
     (lambda: make_model().model, "LlamaModel is not a decoder-only causal language model with a head"),
     (lambda: nn.Linear(3, 3), "needs a transformers model that nothing wraps yet, but got Linear"),
-    (
-        lambda: small("BloomConfig", n_layer=1, n_head=4),
-        "BloomForCausalLM computes attention by itself, not through transformers' AttentionInterface",
-    ),
-    (
-        lambda: small("RecurrentGemmaConfig"),
-        "RecurrentGemmaForCausalLM mixes tokens by linear_attention",
-    ),
-    (
-        lambda: small("Llama4TextConfig", head_dim=8, num_local_experts=2, intermediate_size_mlp=48),
-        "mixes tokens by chunked_attention",
-    ),
     (
         lambda: mixing(nn.Conv1d(32, 32, 4, groups=32)),
         r"layer 1 of LlamaForCausalLM .*: mlp.mixer \(Conv1d\) mixes tokens .* sharded sequence",
@@ -405,21 +392,22 @@ REFUSED = [
         r"mlp.mixer \(Mamba2Mixer\) mixes tokens in another way than attention",
     ),
     (without_its_window, "layer 0 .* may slide by config.sliding_window=7, but"),
-    # what is seen of them by a dry run
-    (
-        lambda: small("DogeConfig"),
-        r"layer 0 \(DogeAttention\) makes an attention mask by itself",
-    ),
-    (
-        lambda: small("PhimoeConfig", sliding_window=7, num_local_experts=4, num_experts_per_tok=2),
-        r"layer 0 \(PhimoeAttention\) may slide by config.sliding_window=7, .* set it to None if no",
-    ),
-    (
-        lambda: small("OlmoeConfig", sliding_window=7, num_experts=4, num_experts_per_tok=2),
-        r"layer 0 \(OlmoeAttention\) gives its attention the window 7, but .* set config.sliding_window to None",
-    ),
-    (lambda: small("BartConfig", **BART), "BartForCausalLM numbers its tokens by itself"),
 ]
+OF_CONFIGS = yaml.safe_load(r"""
+BloomConfig: [{n_layer: 1, n_head: 4},
+  "BloomForCausalLM computes attention by itself, not through transformers' AttentionInterface"]
+RecurrentGemmaConfig: [{}, RecurrentGemmaForCausalLM mixes tokens by linear_attention]
+Llama4TextConfig: [{head_dim: 8, num_local_experts: 2, intermediate_size_mlp: 48}, mixes tokens by chunked_attention]
+# what is seen of them by a dry run
+DogeConfig: [{}, 'layer 0 \(DogeAttention\) makes an attention mask by itself']
+PhimoeConfig: [{sliding_window: 7, num_local_experts: 4, num_experts_per_tok: 2},
+  'layer 0 \(PhimoeAttention\) may slide by config.sliding_window=7, .* set it to None if no']
+OlmoeConfig: [{sliding_window: 7, num_experts: 4, num_experts_per_tok: 2},
+  'layer 0 \(OlmoeAttention\) gives its attention the window 7, but .* set config.sliding_window to None']
+BartConfig: [{d_model: 32, decoder_layers: 2, decoder_attention_heads: 4, decoder_ffn_dim: 48, is_decoder: true,
+  is_encoder_decoder: false}, BartForCausalLM numbers its tokens by itself]
+""")
+REFUSED += [(functools.partial(small, kind, **fields), says) for kind, (fields, says) in OF_CONFIGS.items()]
 
 
 @pytest.mark.parametrize("make, message", REFUSED)

@@ -111,7 +111,6 @@ def test_device_memory_does_not_grow(build):
     row."""
     found = []
     for blocks in (3, 9):
-        gc.collect()  # models of earlier tests, which would be freed in between
         batch = whole(make_samples(1, 64 * blocks)[0])
         found.append(peak(build(max_position_embeddings=2048), batch, block=64, **HOST))
     few, many = found

@@ -127,7 +127,6 @@ def test_memory_of_chunks_does_not_grow():
     chunk begins with (1,440 bytes for 64 tokens), and by positions and labels."""
 
     def peak_of(length, **how):
-        gc.collect()
         model = zoo.build_hybrid("qwen3_5", max_position_embeddings=1024)
         with small_pages():
             return peak(model, batch(length), tiles={"mlp": True, "loss": 32, "norm": 32}, save_attention=False, **how)

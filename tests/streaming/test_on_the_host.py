@@ -1,6 +1,5 @@
 """Hidden states, keys and values of row chunks on the host: the same bits, no byte in vain, nothing left behind."""
 
-import gc
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -161,7 +160,6 @@ def test_the_device_peak_does_not_grow():
     for on_host in ("hidden+kv", "none"):
         peaks = []
         for length in (512, 1024):
-            gc.collect()
             model = make_model("gqa", num_hidden_layers=3, max_position_embeddings=2048)
             with small_pages():
                 peaks.append(peak(model, batch(length), **{**how, "on_host": on_host}))

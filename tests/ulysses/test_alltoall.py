@@ -1,13 +1,11 @@
 """The exchange on real ranks against the oracle on one: values, gradients, bytes, and no replicated heads."""
 
-import itertools
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from operators import error_of, gradients, leaf, nan_memory, randn, strided, worst
-from torch import Tensor
 
 from alstlib import reference
 from alstlib.measure.simulate import fake_ranks
@@ -17,44 +15,34 @@ from alstlib.ulysses.alltoall import Exchange, heads_to_seq, seq_to_heads, strip
 ROWS, WIDTH = 3, 5
 
 
-def shards_of(heads, world, batch, dtype):
-    return [randn(batch, heads, ROWS, WIDTH, seed=r, dtype=dtype) for r in range(world)]
-
-
-def there_and_back(rank, world, heads, batch, dtype, as_strided):
-    """Both exchanges with gradients on this rank, against the oracle run on all shards."""
-    layout = strided if as_strided else Tensor.clone
-    shards = shards_of(heads, world, batch, dtype)
-    block_heads = max(1, heads // world)
-    upstream = [randn(batch, block_heads, ROWS * world, WIDTH, seed=10 + r, dtype=dtype) for r in range(world)]
-    ways = [(seq_to_heads, reference.seq_to_heads, shards, upstream)]
-    ways += [(heads_to_seq, reference.heads_to_seq, upstream, shards)] * (heads % world == 0)
-    exchange, errors, sent = Exchange(dist.group.WORLD), [0.0], []
-    for ours, theirs, given, up in ways:
-        oracle = lambda *ts, fn=theirs: torch.stack(fn(ts))  # noqa: E731
-        out, *grads = gradients(oracle, [leaf(t) for t in given], torch.stack(up), torch.float64)
-        want = [t.to(dtype) for t in (out[rank], grads[rank])]  # rounded once
-        with nan_memory():
-            run = lambda x, fn=ours: fn(x, exchange)  # noqa: E731
-            got = gradients(run, [leaf(layout(given[rank]))], layout(up[rank]))
-        assert {t.dtype for t in got} == {dtype}
-        errors.append(worst(got, want))
-        sent.append(exchange.bytes_sent)
-    return {"error": max(errors), "sent": sent[0]}
+def there(rank, world, heads, dtype):
+    """Error of an exchange of rows for heads, and of its gradient, on this rank, against the oracle run on all shards;
+    and the bytes that both sent."""
+    shards, upstream = (
+        [leaf(randn(2, *shape, WIDTH, seed=seed + r, dtype=dtype)) for r in range(world)]
+        for shape, seed in (((heads, ROWS), 0), ((max(1, heads // world), ROWS * world), 10))
+    )
+    oracle = lambda *ts: torch.stack(reference.seq_to_heads(ts))  # noqa: E731
+    out, *grads = gradients(oracle, shards, torch.stack(upstream), torch.float64)
+    exchange = Exchange(dist.group.WORLD)
+    with nan_memory():
+        got = gradients(lambda x: seq_to_heads(x, exchange), [leaf(strided(shards[rank]))], strided(upstream[rank]))
+    assert {t.dtype for t in got} == {dtype}
+    return worst(got, [t.to(dtype) for t in (out[rank], grads[rank])]), exchange.bytes_sent  # rounded once
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4, 8])
 @pytest.mark.parametrize("world", [2, 4])
 def test_exchange_is_the_oracle(pools, world, heads):
-    """Heads that split, and heads fewer than ranks, which P / K neighbours share (their gradients add up)."""
+    """Heads that split, and heads fewer than ranks, which P / K neighbours share (their gradients add up). The way back
+    is in test_ulysses.py."""
     # copies are exact; gradients of what was shared are summed in fp32 or wider, and rounded once
-    for dtype, rounded in ((torch.float64, 1e-15), (torch.float32, 1e-6), (torch.bfloat16, 5e-4)):
-        for batch, as_strided in itertools.product((1, 2), (False, True)):
-            for rank, result in enumerate(pools(world)(there_and_back, heads, batch, dtype, as_strided)):
-                assert result["error"] <= (rounded if heads < world else 0.0), (rank, dtype, result)
-                # forward and backward: to each of the other ranks 1/P of the heads, or the one head it needs
-                one = max(1, heads // world) * batch * ROWS * WIDTH * dtype.itemsize
-                assert result["sent"] == 2 * (world - 1) * one, (rank, dtype)
+    for dtype, rounded in ((torch.float64, 1e-15), (torch.bfloat16, 5e-4)):
+        for rank, (error, sent) in enumerate(pools(world)(there, heads, dtype)):
+            assert error <= (rounded if heads < world else 0.0), (rank, dtype, error)
+            # forward and backward: to each of the other ranks 1/P of the heads, or the one head it needs
+            one = max(1, heads // world) * 2 * ROWS * WIDTH * dtype.itemsize
+            assert sent == 2 * (world - 1) * one, (rank, dtype)
 
 
 def send_buffers(rank, world, heads):
