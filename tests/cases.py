@@ -7,13 +7,12 @@ import math
 import socket
 import sys
 import time
-from typing import Any
 
 import psutil
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from zoo import ZOO, trainable
 
 import alstlib
@@ -27,10 +26,6 @@ from alstlib.runs import processes
 from alstlib.ulysses.head_layouts import WholeHeads
 
 VOCAB = 96
-Fields = dict[str, Any]
-"""Named values: of a batch, a config, or options."""
-Step = tuple[float, dict[str, Tensor]]
-"""The mean loss, and the gradients."""
 
 
 def by_own_names(fields):
@@ -204,7 +199,7 @@ def batch(length=20, documents=(), rows=1, world=1, rank=0, vocab=VOCAB):
     """A rank's slice of samples with every label, whole or packed of documents of these lengths."""
     ids = torch.randint(0, vocab, (rows, length), generator=torch.Generator().manual_seed(0))
     lengths = [list(documents or [length])] * rows
-    return shard_batch({"input_ids": ids, "labels": ids, "document_lengths": lengths}, world, rank)  # type: ignore[return-value]
+    return shard_batch({"input_ids": ids, "labels": ids, "document_lengths": lengths}, world, rank)
 
 
 def train(model, batch):
@@ -259,7 +254,7 @@ def slopes(model, batch, block=None):
     first = loss()
     if first.requires_grad:
         first.backward()
-    slope = sum(float((p.grad * d).sum()) for p, d in zip(model.parameters(), direction))  # type: ignore[operator]
+    slope = sum(float((p.grad * d).sum()) for p, d in zip(model.parameters(), direction))
     return slope, (loss_at(1e-6) - loss_at(-1e-6)) / 2e-6
 
 

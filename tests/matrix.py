@@ -393,10 +393,10 @@ def _run(rank, case, more):
     if more.host_memory:
         chosen["host_memory"] = more.host_memory[rank]
     blocks = (chosen.pop("block", None),)
-    losses, errors, strange, calls = [], [], [], dict[str, list[str]]()
+    losses, errors, strange, calls = [], [], [], {}
     deep = case.engine.startswith("zero")
     with alstlib.apply(model, ctx, alstlib.Options(**chosen)) as handle:
-        engine, arrived = engine_of(model, case.engine, accumulation, more.bucket), list[str]()
+        engine, arrived = engine_of(model, case.engine, accumulation, more.bucket), []
         for name, p in model.named_parameters() if deep else ():
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))

@@ -53,7 +53,7 @@ def gradients(fn, inputs, upstream, dtype=None):
     own = [leaf(t, dtype, t.requires_grad) if t.is_floating_point() else t for t in inputs]
     out = fn(*own)
     out.backward(upstream.to(out.dtype))
-    return (out.detach(), *(t.grad for t in own))  # type: ignore[arg-type]
+    return (out.detach(), *(t.grad for t in own))
 
 
 def of_module(module, x, upstream, *more):
@@ -93,7 +93,7 @@ def worst(got, want, whole=None):
 @contextlib.contextmanager
 def counted(owner, *names):
     """Counts the calls of these functions of a module or class."""
-    calls = Counter[str]()
+    calls = Counter()
 
     def counting(name, fn):
         return lambda *args, **kwargs: (calls.update([name]), fn(*args, **kwargs))[1]

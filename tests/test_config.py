@@ -220,7 +220,7 @@ def test_a_config_is_frozen_and_survives_json():
     )
     assert RunConfig.from_dict(json.loads(json.dumps(run.to_dict()))) == run
     with pytest.raises(ValidationError, match="frozen"):
-        run.data.seq_len = 5  # type: ignore[misc]
+        run.data.seq_len = 5
 
 
 def test_the_digest_names_a_config():
@@ -254,7 +254,7 @@ PAPER = {
 def ticks(run):
     """What is on."""
     options = run.options
-    on = {part for part in ("mlp", "loss", "norm") if options.tile(part)}  # type: ignore[arg-type]
+    on = {part for part in ("mlp", "loss", "norm") if options.tile(part)}
     on |= {name for name in ("offload", "save_attention", "chunk") if getattr(options, name)}
     return on | ({"sp"} if run.engine.sp != 1 else set())
 

@@ -5,7 +5,6 @@ import contextlib
 import gc
 import os
 import tempfile
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,6 @@ SETTINGS = {
     "disable_tqdm": True, "log_level": "error",
 }  # fmt: skip
 OPTIONS = {"tiles": {"mlp": 5, "loss": 7, "norm": True}, "offload": True}
-Run = dict[str, Any]
 
 
 def samples(count=43, seed=3):

@@ -90,7 +90,7 @@ def test_a_recompute_does_not_run_experts_in_vain(name):
 class Reading(GptOssDecoderLayer):
     """A layer that weights what its experts made once more by the scores with which they were chosen."""
 
-    def forward(self, hidden_states, **kwargs):  # type: ignore[override]
+    def forward(self, hidden_states, **kwargs):
         attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
         hidden = hidden_states + attended
         routed, scores = self.mlp(self.post_attention_layernorm(hidden))
@@ -146,7 +146,7 @@ class Block(nn.Module):
 
 
 class ByToken(Block):
-    def forward(self, hidden_states, tokens=None):  # type: ignore[override]
+    def forward(self, hidden_states, tokens=None):
         return super().forward(hidden_states)
 
 

@@ -365,6 +365,6 @@ def test_what_is_granted_is_not_asked_for_again():
     """Other ranks of the machine take their share meanwhile."""
     room = LAYERS * (INPUT + OUTPUT)
     with attach(model_of(), **TILES, offload="sync") as handle:
-        handle.store.room = lambda: room - 2 * handle.store.nbytes  # type: ignore[method-assign]
+        handle.store.room = lambda: room - 2 * handle.store.nbytes
         train(handle.model)
         assert (handle.plan.attention_kept, handle.store.nbytes) == (1, room)

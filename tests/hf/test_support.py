@@ -5,8 +5,6 @@ with everything on, streamed in chunks of rows, with hidden states, keys and val
 that meets all else is tested by the net of whole steps (tests/matrix.py).
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os
@@ -16,7 +14,7 @@ import pytest
 import torch
 import transformers
 import zoo
-from cases import ALL_ON, Fields, attach, on_ranks, sample_of, small_pages, step, step_errors
+from cases import ALL_ON, attach, on_ranks, sample_of, small_pages, step, step_errors
 
 import alstlib
 from alstlib.measure.verify import plain
@@ -68,7 +66,7 @@ def add(models, name, world, results):
 
 @pytest.fixture(scope="module")
 def models():
-    made: Fields = {}
+    made = {}
     yield made
     if folder := os.environ.get("ALST_SUPPORT_OUT"):
         path = Path(folder) / f"transformers-{transformers.__version__}.json"

@@ -1,7 +1,5 @@
 """No hidden costs: nothing in a training step makes the host wait for the device."""
 
-from __future__ import annotations
-
 import traceback
 from pathlib import Path
 
@@ -34,7 +32,7 @@ class Waits(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.places: set[tuple[str, str]] = set()
+        self.places = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func._schema.name.removeprefix("aten::") in self.NAMES:

@@ -88,7 +88,7 @@ def test_a_wrong_function_is_refused_at_its_first_call(own, why):
 def test_what_cannot_be_an_attention():
     check_refused(
         r"attention=5 must be one of 'auto', .*'eager', or a function \(q, k, v", alstlib.Options, attention=5
-    )  # type: ignore[arg-type]
+    )
     check_refused(
         "attention=WithBackward is a class; give a function, or an instance", alstlib.Options, attention=WithBackward
     )

@@ -24,14 +24,14 @@ from alstlib.linear.pass_state import pass_state
 LENGTH = 48
 DOCUMENTS = (0, 2, 5, 7, 10, 12, 13, 15, 18, 20, 22, 25, 27, 30, 31, 33, 36, 38, 41, 42, 44, 46, 48)
 """In each eight tokens, which is the least slice of a rank and chunk: some that are cut, and several that are not."""
-CALLS: list[int] = []
+CALLS = []
 """How many documents each call of a kernel held."""
 
 
 def wrapped(implementation):
     """As transformers wraps what it found: in a function that names no parameter and drops unknown ones."""
     package = ModuleType("a_package_of_kernels")
-    package.kernel = implementation  # type: ignore[attr-defined]
+    package.kernel = implementation
     with mock.patch.dict(sys.modules, {package.__name__: package}):
         return modeling_qwen3_next.use_kernel_func_from_hub_with_fallback("kernel", package.__name__)(_torch_only)
 

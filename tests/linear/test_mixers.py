@@ -169,7 +169,7 @@ def test_a_mixer_that_calls_what_is_unknown_is_refused():
     mixer = mixers_of(model)[0]
     known = type(mixer)
 
-    class Strange(known):  # type: ignore[misc, valid-type]
+    class Strange(known):
         def forward(self, hidden_states, **kwargs):
             return stranger(hidden_states)
 

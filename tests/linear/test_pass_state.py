@@ -1,13 +1,12 @@
 """Convolution and recurrences over ranks against loops over the tokens of the whole sequence, in fp64."""
 
 import functools
-from collections.abc import Sequence
 
 import pytest
 import torch
 import torch.distributed as dist
 from operators import gradients, leaf, nan_memory, randn, worst
-from torch import Tensor, nn
+from torch import nn
 
 from alstlib import SPContext, reference
 from alstlib.kernels.spans import Offsets
@@ -22,8 +21,6 @@ from alstlib.ulysses.alltoall import Exchange
 KEYS, VALUES = 3, 4
 TOLERANCE = 1e-11
 
-Case = tuple[int, int, Sequence[int] | None]
-"""Micro-batch rows, tokens of each, and offsets of documents."""
 CASES = {
     "whole": (2, 18, None),
     "documents inside, at and across the cuts": (1, 18, (0, 2, 6, 7, 17, 18)),
@@ -35,10 +32,7 @@ CASES = {
         2, 42, (0, 4, 9, 13, 16, 21, 25, 27, 30, 34, 39, 41, 42, 47, 52, 56, 60, 65, 70, 74, 78, 83, 84),
     ),
 }  # fmt: skip
-
-
-Inputs = tuple[list[Tensor], list[Tensor]]
-"""Of each token, and further ones."""
+"""Micro-batch rows, tokens of each, and offsets of documents."""
 
 
 def gated_inputs(batch, length, heads, groups):
@@ -105,7 +99,7 @@ RULES = {
         ), (2, 2),
     ),
 }  # fmt: skip
-"""Inputs, the oracle, the recurrence, and its heads and groups."""
+"""Inputs (of each token, and further ones), the oracle, the recurrence, and its heads and groups."""
 
 
 def convolution_of(filters):

@@ -232,7 +232,7 @@ def test_pinned_slabs_wait_before_they_go(monkeypatch):
 def test_tensors_come_back_with_their_strides(mode):
     """An attention output is a permuted view: kernels that are built for a layout meet the same one again. What has
     gaps, or rows that share memory, is stored without. It may be overwritten once it is kept."""
-    store = HostStore(mode)  # type: ignore[arg-type]
+    store = HostStore(mode)
     strides = [
         (torch.randn(1, 5, 3, 4).transpose(1, 2), None), (torch.randn(2, 5, 4), None),
         (torch.randn(3, 2, 4, 5).permute(3, 1, 0, 2), None), (torch.randn(6, 4)[:, None].transpose(0, 1), None),

@@ -39,7 +39,7 @@ def profiled_peak(step):
     """Peak of the live bytes over those at the start, from PyTorch's own allocation events."""
     with profile(profile_memory=True, activities=[ProfilerActivity.CPU]) as found:
         step()
-    events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
+    events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
     live = peak = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
         live += event.nbytes()
@@ -49,7 +49,7 @@ def profiled_peak(step):
 
 def measured(handle, step, **kwargs):
     with Ledger(stores=[handle.store], **kwargs) as ledger:
-        ledger.before = ledger.device_bytes  # type: ignore[attr-defined]
+        ledger.before = ledger.device_bytes
         step()
     return ledger
 
@@ -72,7 +72,7 @@ def test_reading_is_pytorchs_own_within_a_percent(options):
         gc.collect()
         want = profiled_peak(step)
         assert want > 8 * MIB
-        assert ledger.device_peak - ledger.before == pytest.approx(want, rel=0.01)  # type: ignore[attr-defined]
+        assert ledger.device_peak - ledger.before == pytest.approx(want, rel=0.01)
         inputs, outputs = 2 * length * width * 4, 2 * length * (width + 4) * 4
         kept = {"sync": inputs, True: inputs + outputs}.get(options.get("offload", False), 0)
         assert ledger.host_peak == handle.store.nbytes == kept

@@ -1,7 +1,6 @@
 """Hidden states, keys and values of row chunks on the host: the same bits, no byte in vain, nothing left behind."""
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import matrix
 import pytest
@@ -145,7 +144,7 @@ def test_embeddings_with_an_adapter_travel_as_a_whole():
 
 
 def test_a_host_that_is_too_small_is_refused_before_anything_starts():
-    model, runs = make_model("gqa", num_hidden_layers=LAYERS), list[Any]()
+    model, runs = make_model("gqa", num_hidden_layers=LAYERS), []
     with streamed(model, host_memory=5 * ROW):
         model.model.layers[0].mlp.register_forward_hook(lambda *_: runs.append(1))
         with pytest.raises(HostOutOfMemory, match="use a shorter sequence, more ranks"):

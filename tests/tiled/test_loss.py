@@ -1,7 +1,6 @@
 """The tiled loss and head against the untiled cross-entropy: any tile, any labels, any upstream gradient."""
 
 import functools
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -40,7 +39,6 @@ def inputs_of(*shape, bias=False, layout=Tensor.clone):
     return [t.requires_grad_() for t in tensors]
 
 
-Kind = tuple[Callable[..., Tensor], Callable[..., Tensor], dict[str, float]]
 LOSS = (reference.logits_loss, tiled_logits_loss, {})
 LOGPS = (reference.token_logps, functools.partial(tiled_logits_loss, temperature=1.0), {})
 BOTH = pytest.mark.parametrize("kind", [LOSS, LOGPS], ids=["loss", "logps"])
@@ -301,4 +299,4 @@ def test_statistics_take_no_product_and_less_than_a_tile():
 def test_all_labels_masked_is_exactly_zero(head):
     module = TiledHead(HEADS[head](), 4, ALL)
     got = of_module(module, randn(2, 13, WIDTH).requires_grad_(), number(3.0), torch.full((2, 13), -100))
-    assert not any(g.any() for g in got)  # type: ignore[union-attr]
+    assert not any(g.any() for g in got)
