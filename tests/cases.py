@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import gc
 import math
 import socket
@@ -119,6 +120,19 @@ def attach(model, ctx=None, **options):
     return alstlib.apply(model, ctx, alstlib.Options(**options))
 
 
+def mlp_tokens(model):
+    """Tokens through the MLP of each layer, added up while the model runs."""
+    layers = model.base_model.h if hasattr(model.base_model, "h") else model.base_model.layers
+    tokens = [0] * len(layers)
+    for i, layer in enumerate(layers):
+
+        def count(module, args, out, i=i):
+            tokens[i] += out.shape[1]
+
+        layer.mlp.register_forward_hook(count)
+    return tokens
+
+
 def gradients(model, world=1):
     """Copies of every gradient; of several ranks their average, which an engine makes."""
     of = {n: p for n, p in model.named_parameters() if p.grad is not None or (world > 1 and p.requires_grad)}
@@ -190,9 +204,10 @@ def check_refused(message, fn, *args, **kwargs):
         fn(*args, **kwargs)
 
 
-def on_ranks(pools, world, fn, *args):
+def on_ranks(pools, world, fn, *args, **how):
     """The results of all ranks; of one rank, from this process."""
-    return pools(world)(fn, *args) if world > 1 else [fn(0, 1, *args)]
+    run = functools.partial(fn, **how)
+    return pools(world)(run, *args) if world > 1 else [run(0, 1, *args)]
 
 
 def batch(length=20, documents=(), rows=1, world=1, rank=0, vocab=VOCAB):
@@ -260,16 +275,16 @@ def slopes(model, batch, block=None):
 
 def passes(patch, model):
     """Tokens through the MLP, the query's weights and the attention of each layer, added up while the model runs."""
+    found, now, kernel = {"mlp": mlp_tokens(model)}, [0], WholeHeads.forward
     layers = model.base_model.h if hasattr(model.base_model, "h") else model.base_model.layers
-    found, now, kernel = {n: [0] * len(layers) for n in ("mlp", "query", "attention")}, [0], WholeHeads.forward
+    found |= {name: [0] * len(layers) for name in ("query", "attention")}
     for i, layer in enumerate(layers):
 
-        def count(module, args, out, i=i, mlp=layer.mlp):
+        def count(module, args, out, i=i):
             now[0] = i
-            found["mlp" if module is mlp else "query"][i] += out.shape[1]
+            found["query"][i] += out.shape[1]
 
-        for module in (layer.mlp, layer.attn.c_attn if hasattr(layer, "attn") else layer.self_attn.q_proj):
-            module.register_forward_hook(count)
+        (layer.attn.c_attn if hasattr(layer, "attn") else layer.self_attn.q_proj).register_forward_hook(count)
 
     def attention_forward(*args, **kwargs):
         found["attention"][now[0]] += args[1].shape[2]

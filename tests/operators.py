@@ -72,6 +72,11 @@ def randomised(module, scale=1.0):
     return module.double().train()
 
 
+def logps_of(logits, labels):
+    """The log-probability of each label; 0 where there is none."""
+    return logits.log_softmax(-1).gather(-1, labels.clamp_min(0)[..., None])[..., 0] * (labels != -100)
+
+
 def worst(got, want, whole=None):
     """Largest relative error; shapes agree, and None belongs to None.
 

@@ -3,6 +3,7 @@
 import functools
 
 import pytest
+from cases import mlp_tokens
 from matrix import Case, More, check, decoder_layers, run
 
 
@@ -26,14 +27,7 @@ def test_layers_with_a_state_where_heads_do_not_divide(pools, model):
 
 
 def counted(model):
-    """Tokens through the MLP of each layer."""
-    tokens = [0] * len(decoder_layers(model))
-    for i, layer in enumerate(decoder_layers(model)):
-
-        def count(module, args, out, i=i):
-            tokens[i] += out.shape[1]
-
-        layer.mlp.register_forward_hook(count)
+    tokens = mlp_tokens(model)
     return lambda: tokens
 
 

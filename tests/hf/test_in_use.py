@@ -42,7 +42,7 @@ def errors(got, exact):
 
 
 def half(rank, world, name, dtype, autocast, how):
-    """Errors against the fp32 oracle: ours, and those of plain transformers in the same precision."""
+    """Errors against the fp32 oracle are at most 1.5 times those of plain transformers in the same precision."""
     data, model = sample_of(60), zoo.build(name)
     model.config.output_router_logits = False
     if not autocast:  # the same rounded weights in all three
@@ -52,7 +52,9 @@ def half(rank, world, name, dtype, autocast, how):
         plain = plain_step(model, data)
         ctx = alstlib.SPContext.create(world)
         with attach(model, ctx, **HOW[how]):
-            return errors(step(model, data, ctx), exact), errors(plain, exact)
+            (loss, gradient), theirs = errors(step(model, data, ctx), exact), errors(plain, exact)
+    assert gradient <= 1.5 * theirs[1], (gradient, theirs)
+    assert loss <= max(1.5 * theirs[0], 1e-3), (loss, theirs)
 
 
 @pytest.mark.parametrize(
@@ -63,10 +65,8 @@ def half(rank, world, name, dtype, autocast, how):
      ("gpt_oss", torch.bfloat16, False, "on"), ("deepseek_v3", torch.bfloat16, True, "chunk")],
 )  # fmt: skip
 def test_half_precision_is_as_good_as_plain(pools, name, dtype, autocast, how):
-    """As good as plain, on three ranks, which share rows of heads."""
-    for (loss, gradient), plain in pools(3)(half, name, dtype, autocast, how):
-        assert gradient <= 1.5 * plain[1], (gradient, plain)
-        assert loss <= max(1.5 * plain[0], 1e-3), (loss, plain)
+    """On three ranks, which share rows of heads."""
+    pools(3)(half, name, dtype, autocast, how)
 
 
 # ----- generation

@@ -8,7 +8,7 @@ import pytest
 import torch
 import zoo
 from cases import ALL_OFF, attach, batch, check_refused, each_document, gradients, make_model, on_ranks, worst_error
-from operators import randn
+from operators import logps_of, randn
 from test_block_step import PACKED, sample
 from torch import nn
 
@@ -35,8 +35,7 @@ def plain(model, data, temperature=1.0):
     for part in each_document(data):
         labels = reference.shift(part["labels"])
         logits = model(input_ids=part["input_ids"], use_cache=False).logits / temperature
-        logps = logits.log_softmax(-1).gather(-1, labels.clamp_min(0)[..., None])[..., 0] * (labels != -100)
-        found.append((logps, *reference.head_statistics(logits.detach(), labels)))
+        found.append((logps_of(logits, labels), *reference.head_statistics(logits.detach(), labels)))
     return tuple(torch.cat(parts, 1) for parts in zip(*found))
 
 

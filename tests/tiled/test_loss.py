@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from operators import agree, error_of, gradients, leaf, of_module, randn, randomised, strided, worst
+from operators import agree, error_of, gradients, leaf, logps_of, of_module, randn, randomised, strided, worst
 from torch import Tensor, nn
 
 from alstlib import reference
@@ -222,8 +222,7 @@ class PlainHead(nn.Module):
         self.head, self.transform = head, transform
 
     def forward(self, hidden, labels, temperature=None):
-        logits = self.transform(self.head(hidden)) / (temperature or 1.0)
-        logps = logits.log_softmax(-1).gather(-1, labels.clamp_min(0)[..., None])[..., 0] * (labels != -100)
+        logps = logps_of(self.transform(self.head(hidden)) / (temperature or 1.0), labels)
         return -logps.sum() if temperature is None else logps
 
 

@@ -1,12 +1,11 @@
 """MLP outputs that a recompute skips: what is found unread is, and a norm's work done in the MLP's tiles is exact."""
 
 import copy
-from collections import Counter
 
 import pytest
 import torch
 import zoo
-from cases import attach, batch, make_model, plain_step, step, worst_error
+from cases import attach, batch, make_model, mlp_tokens, plain_step, step, worst_error
 from torch import nn
 from torch.nn import functional as F
 from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
@@ -78,14 +77,12 @@ def open_model(finish, p=0.0):
 
 def steps(model, options, count=2):
     """Gradients of each step, and the MLP's forwards for each layer in the last one."""
-    tokens, grads = Counter(), []
-    for layer in model.model.layers:
-        layer.mlp.register_forward_hook(lambda module, args, out: tokens.update({"mlp": out.shape[1]}))
+    tokens, grads = mlp_tokens(model), []
     with attach(model, **options):
         for _ in range(count):
-            tokens.clear()
+            tokens[:] = [0] * len(tokens)
             grads.append(step(model, batch(), seed=7)[1])
-    return grads, tokens["mlp"] / LENGTH / len(model.model.layers)
+    return grads, sum(tokens) / LENGTH / len(tokens)
 
 
 PLAIN = {"tiles": {"loss": True, "norm": True}, "checkpoint": False}
