@@ -43,15 +43,14 @@ def make_model(kind="gqa", seed=0, dtype=torch.float32, **overrides):
     return trainable(config(kind, **overrides), dtype, seed)
 
 
-def make_samples(count, length=32, batch=1, seed=0, masked=True):
+def make_samples(count, length=32, batch=1, seed=0):
     """Unsharded samples with unequal numbers of valid tokens."""
     g = torch.Generator().manual_seed(seed)
     samples = []
     for i in range(count):
         ids = torch.randint(0, VOCAB, (batch, length), generator=g)
         labels = ids.clone()
-        if masked:
-            labels[:, : 3 + 5 * i % (length - 8)] = -100
+        labels[:, : 3 + 5 * i % (length - 8)] = -100
         samples.append({"input_ids": ids, "labels": labels})
     return samples
 

@@ -176,18 +176,15 @@ def test_calls_are_those_of_plain_transformers(model, fields, options):
         assert handle.store.leased == 0
 
 
-@pytest.mark.parametrize("how", ["cu_seqlens", "cu_seq_lens"])
-def test_packed_documents_are_those_one_by_one(model, how):
+@pytest.mark.parametrize("names", [["cu_seqlens"], ["cu_seq_lens_q", "cu_seq_lens_k"]], ids=str)
+def test_packed_documents_are_those_one_by_one(model, names):
     """Offsets alone: each document as if it were alone. The net of whole steps (tests/matrix.py) has positions too."""
     sample = {"input_ids": ids(), "labels": ids(), "document_lengths": [[5, 1, 6]]}
     packed = shard_batch(sample, 1, 0)
-    forms = {
-        "cu_seqlens": {how: packed["cu_seqlens"]},
-        "cu_seq_lens": {f"cu_seq_lens_{n}": packed["cu_seqlens"] for n in "qk"},
-    }
+    given = {"input_ids": ids(), "shift_labels": packed["shift_labels"], **dict.fromkeys(names, packed["cu_seqlens"])}
     want = plain_step(model, sample)
     with attach(model, **ALL_ON):
-        check_step(own_step(model, input_ids=ids(), shift_labels=packed["shift_labels"], **forms[how]), want)
+        check_step(own_step(model, **given), want)
 
 
 # ----- ranks that disagree

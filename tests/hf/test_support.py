@@ -58,9 +58,9 @@ def attached(rank, world, name, how, packed):
 def add(models, name, world, results):
     """What was measured, to that of the model."""
     one = models.setdefault(name, {"sp": {}, "notes": [], "kernel": results[0]["kernel"]})
-    for key in ("loss", "gradient"):
-        worst = one["sp"].setdefault(str(world), {})
-        worst[key] = max(worst.get(key, 0.0), *(r[key] for r in results))
+    worst = one["sp"].setdefault(str(world), {"loss": 0.0, "gradient": 0.0})
+    for key in worst:
+        worst[key] = max(worst[key], *(r[key] for r in results))
     one["notes"] = sorted({*one["notes"], *(n.split(": ", 1)[-1] for n in results[0]["notes"])})
 
 

@@ -236,11 +236,12 @@ def compare(got, theirs, want):
         assert reference.relative_error(g, w) <= 1.5 * max(reference.relative_error(t, w), floor), i
 
 
+BF16 = torch.bfloat16
 HALF = [
-    ("cudnn", torch.bfloat16), ("cudnn", torch.float16), ("flash", torch.bfloat16), ("flash", torch.float16),
-    ("efficient", torch.bfloat16), ("efficient", torch.float16), ("efficient", torch.float32),
-    ("flash_attention_2", torch.bfloat16), ("flash_attention_3", torch.bfloat16), ("flash_attention_4", torch.bfloat16),
-]  # fmt: skip
+    *itertools.product(("cudnn", "flash", "efficient"), (BF16, torch.float16)),
+    ("efficient", torch.float32),
+    *((f"flash_attention_{version}", BF16) for version in (2, 3, 4)),
+]
 
 
 BATCHES = pytest.mark.parametrize(
@@ -273,7 +274,7 @@ def as_good_as_torchs(name, dtype, kv, documents):
 
 @BATCHES
 def test_half_precision_is_as_good_as_torchs(kv, documents):
-    as_good_as_torchs("cpu", torch.bfloat16, kv, documents)
+    as_good_as_torchs("cpu", BF16, kv, documents)
 
 
 @pytest.mark.gpu

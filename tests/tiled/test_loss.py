@@ -255,6 +255,12 @@ def test_head_is_untiled(make, transform, tile, frozen, temperature):
     assert torch.equal(found.correct, correct)
 
 
+@pytest.mark.parametrize("make", HEADS.values(), ids=HEADS)
+def test_head_without_labels_gives_logits(make):
+    head, hidden = make(), randn(2, 13, WIDTH)
+    assert torch.equal(TiledHead(head, 4, ALL)(hidden), head(hidden))  # the transform is the model's, which still runs
+
+
 def test_evaluation_makes_no_gradients():
     """Autograd reports inputs that require a gradient under no_grad too: the loss must not take its word for it."""
     inputs = [randn(n, 8).requires_grad_() for n in (150, 600)]

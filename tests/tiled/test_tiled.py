@@ -246,8 +246,8 @@ def test_bf16_weight_gradients_do_not_lose_with_the_number_of_tiles():
         assert ours < 0.01
 
 
-def test_the_output_of_an_mlp_that_is_skipped_takes_no_memory():
-    """How often a recompute skips it is in test_skip.py; that one which draws runs, in test_layer_runner.py."""
+def test_skip_of_an_mlp_unless_it_draws():
+    """A recompute may skip the output; an MLP with dropout runs, as what is drawn after it must stay the same."""
     mlp = TiledMLP(llama(), 4)
     want = run(mlp, X, UPSTREAM)
     with entered(Pass(skip=True)):
@@ -255,6 +255,13 @@ def test_the_output_of_an_mlp_that_is_skipped_takes_no_memory():
     assert not got[0].any()
     assert got[0].untyped_storage().nbytes() == 8, "one zero stands for all"
     assert worst(got[1:], want[1:]) < 1e-12
+    mlp, first = TiledMLP(gpt2(dropout=0.5), 4), Pass()
+    with entered(first):
+        mlp(X)
+    mlp.eval()(X)  # another pass, which draws nothing
+    for drew, runs in ((first.drew, True), (set(), False)):
+        with entered(Pass(drew=drew, skip=True)):
+            assert mlp.train(runs)(X).any() == runs
 
 
 def test_memory_is_a_tile():
