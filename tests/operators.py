@@ -17,6 +17,9 @@ EXACT = {torch.float64: 1e-12, torch.float32: 3e-6}
 """Largest relative error of an operator that computes what the oracle does, in another order."""
 
 
+DTYPES = pytest.mark.parametrize("dtype", EXACT)
+
+
 @contextlib.contextmanager
 def nan_memory():
     """Memory that nobody wrote is NaN: an output with a forgotten row fails its comparison."""
@@ -41,6 +44,9 @@ def strided(x):
     view.copy_(x)
     assert view.shape == x.shape
     return view
+
+
+LAYOUTS = pytest.mark.parametrize("layout", [torch.Tensor.clone, strided], ids=["contiguous", "strided"])
 
 
 def leaf(x, dtype=None, needs=True):

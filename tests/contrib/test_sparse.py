@@ -146,7 +146,7 @@ def test_a_budget_that_covers_all_pages_is_dense_attention(name, kind):
 
 def test_pages_that_no_head_chose_are_not_fetched(monkeypatch):
     """Bytes that come from the host are those of the chosen pages, in forward, recompute and backward."""
-    made, model, sample = watched(monkeypatch), make_model("gqa"), batch(64)
+    made, model, sample = watched(monkeypatch), make_model(), batch(64)
     with attach(model, SPARSE, save_attention=True, **HOST) as handle:
         step(model, sample)
 
@@ -167,7 +167,7 @@ def test_pages_that_no_head_chose_are_not_fetched(monkeypatch):
 
 
 def test_the_planner_counts_the_pages_that_a_run_sees(monkeypatch, tmp_path):
-    made, model, sample = watched(monkeypatch), make_model("gqa"), batch(61)
+    made, model, sample = watched(monkeypatch), make_model(), batch(61)
     run = RunConfig(options={"chunk": CHUNK, **HOST}, contrib={"sparse": {"top": SPARSE.top, "page": SPARSE.page}})
     with attach(model, Sparse(**run.contrib.sparse), **HOST):
         step(model, sample)
@@ -182,7 +182,7 @@ def test_the_planner_counts_the_pages_that_a_run_sees(monkeypatch, tmp_path):
 
 def test_a_recompute_sees_what_forward_saw():
     """Pages are chosen once for each chunk and layer, also where the inputs of layers are made again."""
-    model, sample, found = make_model("gqa", num_hidden_layers=4), batch(LENGTH), []
+    model, sample, found = make_model(num_hidden_layers=4), batch(LENGTH), []
     for memory in (None, 45_000):
         with (
             counted(PageChoices, "_choose") as calls,
@@ -202,7 +202,7 @@ def test_a_score_of_the_user():
         shapes.append((list(q.shape), list(means.shape)))
         return -torch.arange(means.shape[2], dtype=torch.float64).expand(means.shape[:3])
 
-    model, sample = make_model("gqa", dtype=torch.float64), batch(40)
+    model, sample = make_model(dtype=torch.float64), batch(40)
     with attach(model, Sparse(top=1, first=1, last=0, page=PAGE, score=oldest)):
         got = step(model, sample)
     want = oracle(model, sample, CHUNK, Sparse(top=0, first=2, last=0, page=PAGE))

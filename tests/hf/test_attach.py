@@ -94,12 +94,10 @@ def test_detach_restores_the_model_exactly(kind, options):
     assert anatomy(model) == before
 
 
-@pytest.mark.parametrize(
-    ("chunk", "kernel", "notes"), [(16_384, "cudnn", 0), (16_000, "cudnn", 1), (16_000, "flash", 0)]
-)
+@pytest.mark.parametrize("chunk, kernel, notes", [(16_384, "cudnn", 0), (16_000, "cudnn", 1), (16_000, "flash", 0)])
 def test_a_chunk_that_cudnn_leaves_to_a_slower_kernel_is_said(monkeypatch, chunk, kernel, notes):
     monkeypatch.setattr(sys.modules["alstlib.hf.support"], "choose_backend", lambda *_: BACKENDS[kernel])
-    with attach(make_model("gqa"), chunk=chunk) as handle:
+    with attach(make_model(), chunk=chunk) as handle:
         assert [note[:14] for note in handle.notes] == ["chunk=16,000: "] * notes
 
 
@@ -153,7 +151,7 @@ def test_gradient_checkpointing_without_ours_is_refused():
 @pytest.mark.parametrize("shared", [False, True], ids=["two kinds", "one config"])
 def test_two_models_in_one_process(shared):
     """Interleaved, with different options; one is detached between the other's forward and backward."""
-    models = [make_model("gqa"), make_model("gpt2", seed=1)]
+    models = [make_model(), make_model("gpt2", seed=1)]
     if shared:
         models[1] = type(models[0])(models[0].config)
     wants = [plain_step(m, BATCH) for m in models]
@@ -249,7 +247,7 @@ def test_a_composite_config_is_saved_as_it_was(tmp_path):
 
 def exchanges(rank, world, save_attention):
     """Collectives of a training step on this rank."""
-    model, data = make_model("gqa"), shard_batch(SAMPLE, world, rank)
+    model, data = make_model(), shard_batch(SAMPLE, world, rank)
     with attach(model, SPContext.create(world), **{**ALL_ON, "save_attention": save_attention}):
         train(model, data)  # asks for host memory
         with counted(dist, "all_to_all_single", "all_to_all", "all_gather", "all_reduce") as count:

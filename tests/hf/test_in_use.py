@@ -58,7 +58,7 @@ def half(rank, world, name, dtype, autocast, how):
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "autocast", "how"),
+    "name, dtype, autocast, how",
     [("llama", torch.float16, False, "on"), ("gpt_oss", torch.float16, True, "chunk"),
      ("llama", torch.bfloat16, True, "on"), ("llama", torch.bfloat16, False, "chunk"),
      ("mistral", torch.bfloat16, True, "chunk"), ("gemma2", torch.bfloat16, False, "on"),
@@ -129,7 +129,7 @@ def routed(rank, world, sp, accumulation, how, scale):
 
 
 @pytest.mark.parametrize(
-    ("world", "sp", "accumulation", "scale", "how"),
+    "world, sp, accumulation, scale, how",
     [(2, 2, 1, 1.0, "off"), (2, 1, 2, 1.0, "chunk"), (3, 3, 2, 1024.0, "on"), (4, 2, 2, 1.0, "chunk")],
 )
 def test_router_loss(pools, world, sp, accumulation, scale, how):

@@ -231,7 +231,7 @@ def alone_wrong(place):
 def refused_alone(index, world, sp, engine):
     """What this rank should be told, with what it was; the seconds that all of them took; and the loss of a right step
     after. Of several replicas: no calls of the model, which are of one of them."""
-    ctx, model, messages = SPContext.create(sp), make_model("gqa"), []
+    ctx, model, messages = SPContext.create(sp), make_model(), []
     good = slice_of(ctx.sp_rank)
     with attach(model, ctx, save_attention=True):
         wrapped = nn.parallel.DistributedDataParallel(model) if engine == "ddp" else model
@@ -261,7 +261,7 @@ def attached_alone(index, world):
     ctx = SPContext.create(world)
 
     def said(dropout=0.0, **options):
-        return error_of(attach, make_model("gqa", attention_dropout=dropout), ctx, **options)
+        return error_of(attach, make_model(attention_dropout=dropout), ctx, **options)
 
     return said(chunk=5 + 2 * index), said(host_memory=10**6 + index), said(0.5 * index)
 

@@ -75,7 +75,7 @@ def exact(rank, world, name, data, temperature):
 
 
 @pytest.mark.parametrize(
-    ("name", "world", "documents", "temperature"),
+    "name, world, documents, temperature",
     [("llama, 9 heads on 3", 2, PACKED, 1.0), ("gemma2", 2, None, 0.7), ("gemma2", 1, PACKED, 1.0)],
 )
 def test_values_and_gradients_of_plain_transformers(pools, name, world, documents, temperature):
@@ -102,7 +102,7 @@ def test_sums_of_documents():
 
 
 def test_refusals():
-    given, model, experts = batch(21), make_model("gqa"), zoo.build("mixtral")
+    given, model, experts = batch(21), make_model(), zoo.build("mixtral")
     logps = functools.partial(alstlib.token_logps, model)
     with attach(model):
         check_refused("temperature=0 must be a number above 0; 1.0 leaves", logps, given, temperature=0)

@@ -83,7 +83,7 @@ def check(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "chunk", "buffer"),
+    "dtype, chunk, buffer",
     [(torch.float64, None, False), (torch.float32, None, True), (torch.float64, 1, True), (torch.float32, 5, True),
      (torch.float64, 12, True), (torch.float64, 600, True)],
     ids=str,
@@ -208,9 +208,7 @@ OF_PACKAGES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "capability", "dtype", "width", "package", "found"), [*lines_of(CHOICES, "|"), *OF_PACKAGES]
-)
+@pytest.mark.parametrize("name, capability, dtype, width, package, found", [*lines_of(CHOICES, "|"), *OF_PACKAGES])
 def test_choice_of_a_kernel(monkeypatch, name, capability, dtype, width, package, found):
     spec = importlib.machinery.ModuleSpec("flash_attn", None)
     capability, given = int(capability), (getattr(torch, dtype), int(width))
@@ -245,7 +243,7 @@ HALF = [
 
 
 BATCHES = pytest.mark.parametrize(
-    ("kv", "documents"), list(itertools.product([4, 2, 1], [None, [0, 1, 130, 257, 258, 300, 514]]))
+    "kv, documents", list(itertools.product([4, 2, 1], [None, [0, 1, 130, 257, 258, 300, 514]]))
 )
 
 
@@ -279,6 +277,6 @@ def test_half_precision_is_as_good_as_torchs(kv, documents):
 
 @pytest.mark.gpu
 @BATCHES
-@pytest.mark.parametrize(("name", "dtype"), HALF)
+@pytest.mark.parametrize("name, dtype", HALF)
 def test_gpu_kernel_is_as_good_as_torchs(name, dtype, kv, documents):
     as_good_as_torchs(name, dtype, kv, documents)

@@ -35,7 +35,7 @@ CHUNKS = {"offload": "sync", "chunk": 5, "on_host": "hidden+kv"}
 @pytest.mark.parametrize("how", [WHOLE, CHUNKS], ids=["whole", "chunks"])
 @pytest.mark.parametrize("own", [plain, WithBackward()], ids=["autograd", "own backward"])
 @pytest.mark.parametrize(
-    ("name", "ranks"),
+    "name, ranks",
     [(name, "1x1") for name in ("llama", "qwen2", "deepseek_v3", "gpt_oss")]
     + [(name, "2x1") for name in ("llama", "llama, 9 heads on 3")],
 )
@@ -76,10 +76,10 @@ def without_rest(q, k, v, **how):
 
 
 @pytest.mark.parametrize(
-    ("own", "why"), [*WRONG.values(), (without_rest, "its dq differs")], ids=[*WRONG, "a zero gradient"]
+    "own, why", [*WRONG.values(), (without_rest, "its dq differs")], ids=[*WRONG, "a zero gradient"]
 )
 def test_a_wrong_function_is_refused_at_its_first_call(own, why):
-    model, ids = make_model("gqa"), torch.zeros(1, 8, dtype=torch.long)
+    model, ids = make_model(), torch.zeros(1, 8, dtype=torch.long)
     with attach(model, attention=own):
         for _ in range(2):
             check_refused(why, model, ids)

@@ -127,7 +127,7 @@ def test_no_slab_is_made_after_the_longest_sample():
     """Whatever lengths follow: pinning slabs anew takes longer than the copies."""
     lengths = torch.randint(9, 60, (15,), generator=torch.Generator().manual_seed(0)).tolist()
     for how in ({}, {"chunk": 8, "on_host": "none"}, {"chunk": 8, "on_host": "hidden+kv"}):
-        with attach(make_model("gqa"), **how, offload="sync") as handle:
+        with attach(make_model(), **how, offload="sync") as handle:
             train(handle.model, batch(60))
             with counted(host_store._Slab, "__init__") as made:
                 for length in lengths:

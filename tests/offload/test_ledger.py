@@ -61,7 +61,7 @@ def test_reading_is_pytorchs_own_within_a_percent(options):
     its MLP's tiles to outweigh the workspace of CPU attention, which is inside an operator."""
     length, width = 900, 128
     shape = {**SHAPE, "hidden_size": width, "intermediate_size": 6 * width}
-    model, data = make_model("gqa", **shape), batch(length, vocab=512)
+    model, data = make_model(**shape), batch(length, vocab=512)
     options = {name: 512 if value == 128 else value for name, value in options.items()}
     with attach(model, **options) as handle:
         step = functools.partial(train, model, data)
@@ -175,7 +175,7 @@ def test_what_is_computed_on_the_host_stays_there():
 
 def test_budget_stops_a_run_and_a_shorter_one_goes_on():
     """As on a GPU: the step fails at the operation that goes beyond, and its memory comes back."""
-    model = make_model("gqa", **SHAPE)
+    model = make_model(**SHAPE)
     with attach(model, **OPTIONS["nothing"]) as handle:
         want = step(model, batch(512, vocab=512))
         with Ledger(stores=[handle.store]) as ledger:
@@ -204,7 +204,7 @@ def test_budget_holds_from_start_and_not_after_close():
 
 
 def test_curve_and_peak_agree():
-    model = make_model("gqa", **SHAPE)
+    model = make_model(**SHAPE)
     with attach(model, **OPTIONS["sync"]), Ledger(record=True) as ledger:
         train(model, batch(512, vocab=512))
         assert max(ledger.curve) == ledger.device_peak

@@ -18,7 +18,7 @@ from alstlib.streaming.chunked import Stream
 
 @pytest.mark.parametrize("save", [True, False])
 @pytest.mark.parametrize(
-    ("kind", "tile", "mlp"),
+    "kind, tile, mlp",
     [("gqa", True, 2), ("gqa", 4, 2), ("qwen3", True, 2), ("gpt2", 4, 2), ("gemma2", True, 2), ("gemma2", 4, 2.9)],
 )
 def test_what_runs_how_often(monkeypatch, kind, tile, mlp, save):
@@ -44,7 +44,7 @@ def test_working_memory_is_of_the_chunk():
     width, kv = 32, 16  # two key/value heads of 8
 
     def peak_of(length, chunk):
-        model = make_model("gqa", num_hidden_layers=3, intermediate_size=256, max_position_embeddings=2048)
+        model = make_model(num_hidden_layers=3, intermediate_size=256, max_position_embeddings=2048)
         more = {"tiles": {"loss": 64, "norm": True}, "offload": "sync", "save_attention": True}
         return peak(model, batch(length), chunk=chunk, **more)
 
@@ -59,7 +59,7 @@ def test_working_memory_is_of_the_chunk():
 
 
 def refused(rank, world):
-    ctx, model = SPContext.create(world), make_model("gqa")
+    ctx, model = SPContext.create(world), make_model()
     shard = {k: v for k, v in batch(24, world=world, rank=rank).items() if not k.endswith("tokens")}
     ids, labels = shard["input_ids"], shard["shift_labels"]
     embeds = model.model.embed_tokens(ids).detach()
@@ -77,7 +77,7 @@ def test_calls_whose_rows_cannot_be_dealt_out(ranks2):
 
 
 def test_layers_that_cannot_be_streamed(monkeypatch):
-    model = make_model("gqa")
+    model = make_model()
     layer = model.model.layers[1]
     attend = layer.self_attn.forward
 

@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from operators import EXACT, agree, error_of, leaf, peak_of_step, randn, randomised, strided, worst
+from operators import DTYPES, EXACT, LAYOUTS, agree, error_of, leaf, peak_of_step, randn, randomised, worst
 from operators import of_module as run
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from transformers import GPT2Config, LlamaConfig
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
@@ -53,12 +53,10 @@ def number_of_each(x, *params):
 # ----- the function
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("layout", [Tensor.clone, strided], ids=["contiguous", "strided"])
+@DTYPES
+@LAYOUTS
 @pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize(
-    ("rows", "tile"), [(1, 1), (1, 4), (7, 1), (7, 3), (13, 4), (13, 6), (13, 12), (13, 13), (8, 4)]
-)
+@pytest.mark.parametrize("rows, tile", [(1, 1), (1, 4), (7, 1), (7, 3), (13, 4), (13, 6), (13, 12), (13, 13), (8, 4)])
 def test_tiled_is_untiled(rows, tile, batch, layout, dtype):
     """Odd lengths, one-token tails, an upstream gradient that is not 1."""
     x = layout(randn(batch, rows, WIDTH)).requires_grad_()
@@ -88,7 +86,7 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("tile", [1, 2, 3, 5])
-@pytest.mark.parametrize(("fn", "inputs", "shape"), FUNCTIONS.values(), ids=FUNCTIONS)
+@pytest.mark.parametrize("fn, inputs, shape", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_functions(fn, inputs, shape, tile):
     upstream = randn(*shape, seed=1)
     before = upstream.clone()
@@ -179,8 +177,8 @@ X, UPSTREAM = randn(2, 13, WIDTH).requires_grad_(), randn(2, 13, WIDTH, seed=1)
 MLPS = {"llama": llama, "gpt2": gpt2, "lora": lora}
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("layout", [Tensor.clone, strided], ids=["contiguous", "strided"])
+@DTYPES
+@LAYOUTS
 @pytest.mark.parametrize("tile", [1, 4, 12, 100, None])
 @pytest.mark.parametrize("make", MLPS.values(), ids=MLPS)
 def test_mlp_is_untiled(make, tile, layout, dtype):

@@ -63,7 +63,7 @@ def build(cls=SPDPO, settings=None, **kwargs):
 
 
 @pytest.mark.parametrize(
-    ("settings", "more", "message"),
+    "settings, more, message",
     [
         ({"use_weighting": True}, {}, "use_weighting=True cannot be used with DPOTrainerMixin"),
         ({"f_divergence_type": "alpha_divergence"}, {}, "use 'reverse_kl'"),
@@ -94,7 +94,7 @@ def test_logits_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("mixin", "behind", "message"),
+    "mixin, behind, message",
     [
         (alstlib.TrainerMixin, DPOTrainer, "DPOTrainer has its own .*put alstlib.DPOTrainerMixin before it"),
         *((alstlib.TrainerMixin, other, f"{other.__name__} has its own .*compute it from alstlib.token_logps")

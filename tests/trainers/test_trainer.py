@@ -31,7 +31,7 @@ EVALUATED = {"evaluate": True, "eval_strategy": "steps", "eval_steps": 5}
 
 
 @pytest.mark.parametrize(
-    ("engine", "lora"), [*((engine, False) for engine in ENGINES), ("ddp", True), ("zero3", True), ("fsdp2", True)]
+    "engine, lora", [*((engine, False) for engine in ENGINES), ("ddp", True), ("zero3", True), ("fsdp2", True)]
 )
 def test_two_ranks_train_as_one_process(ranks2, engine, lora):
     """20 steps of two micro-batches of unequal lengths, two of them without a valid token; evaluation every 5 steps."""
@@ -79,7 +79,7 @@ LABELLED = [s for s in samples(43) if max(s["labels"]) >= 0]
 
 
 @pytest.mark.parametrize(
-    ("engine", "loss", "more"),
+    "engine, loss, more",
     [
         ("ddp", "out.loss", {}),
         ("ddp", "num_items_in_batch", {"kind": mixture(output_router_logits=True, router_aux_loss_coef=0.3)}),
@@ -380,7 +380,7 @@ def _reads(trainer, model, inputs, return_outputs=False, num_items_in_batch=None
 
 
 @pytest.mark.parametrize(
-    ("loss", "message"),
+    "loss, message",
     [(_pops, "have no labels, only .*token_logps"), (_reads, "keeps none. Use out.loss, .*token_logps")],
 )
 @pytest.mark.usefixtures("here")

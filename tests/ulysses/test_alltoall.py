@@ -72,7 +72,7 @@ def test_shared_heads_need_no_lists(pools, world):
     assert all(pools(world)(without_lists))
 
 
-@pytest.mark.parametrize(("world", "heads"), [(2, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize("world, heads", [(2, 1), (4, 1), (4, 2)])
 def test_shared_heads_are_not_replicated_before_they_are_sent(pools, world, heads):
     """Defect 9: the reference copies each K/V head P / K times into its send buffer. Here the parts for the ranks that
     share a head are one and the same memory, and a rank receives the one head of K and of V that it needs."""

@@ -87,7 +87,7 @@ def test_any_heads_on_any_ranks(pools, i, case):
 @REPLAY
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize(
-    ("batch", "documents"),
+    "batch, documents",
     [(1, [0, 1, 7, 8, 13, 20]), (1, [0, 19, 20]), (2, [0, 3, 17, 20, 21, 33, 40]), (2, [0, 20, 40]), (2, [0, 30, 40])],
     ids=str,
 )
@@ -115,7 +115,7 @@ FEW = {
 
 
 @REPLAY
-@pytest.mark.parametrize(("world", "case"), FEW.values(), ids=FEW)
+@pytest.mark.parametrize("world, case", FEW.values(), ids=FEW)
 def test_a_few_of_a_kind(pools, world, case, replay):
     pools(world)(one_call, Call(**case, replay=replay))
 
