@@ -2,17 +2,19 @@
 
 import contextlib
 import copy
+import functools
+import gc
 import math
 import socket
 import sys
 import time
-from typing import Any
 
 import psutil
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, Qwen3Config
+import transformers
+from torch import nn
+from zoo import ZOO, trainable
 
 import alstlib
 from alstlib import sizing
@@ -25,10 +27,6 @@ from alstlib.runs import processes
 from alstlib.ulysses.head_layouts import WholeHeads
 
 VOCAB = 96
-Fields = dict[str, Any]
-"""Named values: of a batch, a config, or options."""
-Step = tuple[float, dict[str, Tensor]]
-"""The mean loss, and the gradients."""
 
 
 def by_own_names(fields):
@@ -37,39 +35,22 @@ def by_own_names(fields):
 
 
 def config(kind="gqa", **overrides):
-    heads, kv = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1), "wide": (8, 2)}.get(kind, (4, 2))
-    common = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-              "num_attention_heads": heads, "num_key_value_heads": kv, "max_position_embeddings": 512,
-              "tie_word_embeddings": False}  # fmt: skip
-    if kind == "qwen3":
-        return Qwen3Config(**{**common, "head_dim": 8, **overrides})
-    if kind == "gpt2":
-        return GPT2Config(**{"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512,
-                             "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, **overrides})  # fmt: skip
-    if kind == "gemma2":
-        return Gemma2Config(**{**common, "head_dim": 8, "attn_logit_softcapping": None, "sliding_window": 4096,
-                               "final_logit_softcapping": 5.0, **overrides})  # fmt: skip
-    return LlamaConfig(**{**common, **overrides})
+    name, fields = ZOO["SMALL"].get(kind, ZOO["SMALL"]["gqa"])
+    return getattr(transformers, name)(**{**fields, **overrides})
 
 
 def make_model(kind="gqa", seed=0, dtype=torch.float32, **overrides):
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config(kind, **overrides)).to(dtype)
-    with torch.no_grad():  # transformers' init is near zero: make every gradient count
-        for p in model.parameters():
-            p.add_(torch.randn_like(p) * 0.1)
-    return model.train()
+    return trainable(config(kind, **overrides), dtype, seed)
 
 
-def make_samples(count, length=32, batch=1, seed=0, masked=True):
+def make_samples(count, length=32, batch=1, seed=0):
     """Unsharded samples with unequal numbers of valid tokens."""
     g = torch.Generator().manual_seed(seed)
     samples = []
     for i in range(count):
         ids = torch.randint(0, VOCAB, (batch, length), generator=g)
         labels = ids.clone()
-        if masked:
-            labels[:, : 3 + 5 * i % (length - 8)] = -100
+        labels[:, : 3 + 5 * i % (length - 8)] = -100
         samples.append({"input_ids": ids, "labels": labels})
     return samples
 
@@ -136,6 +117,19 @@ def batch_of(length, seed=0, rows=1, ignored=slice(0)):
 
 def attach(model, ctx=None, **options):
     return alstlib.apply(model, ctx, alstlib.Options(**options))
+
+
+def mlp_tokens(model):
+    """Tokens through the MLP of each layer, added up while the model runs."""
+    layers = model.base_model.h if hasattr(model.base_model, "h") else model.base_model.layers
+    tokens = [0] * len(layers)
+    for i, layer in enumerate(layers):
+
+        def count(module, args, out, i=i):
+            tokens[i] += out.shape[1]
+
+        layer.mlp.register_forward_hook(count)
+    return tokens
 
 
 def gradients(model, world=1):
@@ -209,16 +203,17 @@ def check_refused(message, fn, *args, **kwargs):
         fn(*args, **kwargs)
 
 
-def on_ranks(pools, world, fn, *args):
+def on_ranks(pools, world, fn, *args, **how):
     """The results of all ranks; of one rank, from this process."""
-    return pools(world)(fn, *args) if world > 1 else [fn(0, 1, *args)]
+    run = functools.partial(fn, **how)
+    return pools(world)(run, *args) if world > 1 else [run(0, 1, *args)]
 
 
 def batch(length=20, documents=(), rows=1, world=1, rank=0, vocab=VOCAB):
     """A rank's slice of samples with every label, whole or packed of documents of these lengths."""
     ids = torch.randint(0, vocab, (rows, length), generator=torch.Generator().manual_seed(0))
     lengths = [list(documents or [length])] * rows
-    return shard_batch({"input_ids": ids, "labels": ids, "document_lengths": lengths}, world, rank)  # type: ignore[return-value]
+    return shard_batch({"input_ids": ids, "labels": ids, "document_lengths": lengths}, world, rank)
 
 
 def train(model, batch):
@@ -230,7 +225,8 @@ def train(model, batch):
 
 def peak(model, batch, block=None, **options):
     """Device bytes that the third step of an attached model takes at most, besides what is there before it."""
-    with alstlib.apply(model, None, alstlib.Options(**options)) as handle, Ledger("cpu", [handle.store]) as ledger:
+    gc.collect()  # models of earlier tests, which would be freed in between
+    with attach(model, **options) as handle, Ledger("cpu", [handle.store]) as ledger:
         ledger.mark_host(())
         for _ in range(3):
             model.zero_grad()
@@ -272,22 +268,22 @@ def slopes(model, batch, block=None):
     first = loss()
     if first.requires_grad:
         first.backward()
-    slope = sum(float((p.grad * d).sum()) for p, d in zip(model.parameters(), direction))  # type: ignore[operator]
+    slope = sum(float((p.grad * d).sum()) for p, d in zip(model.parameters(), direction))
     return slope, (loss_at(1e-6) - loss_at(-1e-6)) / 2e-6
 
 
 def passes(patch, model):
     """Tokens through the MLP, the query's weights and the attention of each layer, added up while the model runs."""
+    found, now, kernel = {"mlp": mlp_tokens(model)}, [0], WholeHeads.forward
     layers = model.base_model.h if hasattr(model.base_model, "h") else model.base_model.layers
-    found, now, kernel = {n: [0] * len(layers) for n in ("mlp", "query", "attention")}, [0], WholeHeads.forward
+    found |= {name: [0] * len(layers) for name in ("query", "attention")}
     for i, layer in enumerate(layers):
 
-        def count(module, args, out, i=i, mlp=layer.mlp):
+        def count(module, args, out, i=i):
             now[0] = i
-            found["mlp" if module is mlp else "query"][i] += out.shape[1]
+            found["query"][i] += out.shape[1]
 
-        for module in (layer.mlp, layer.attn.c_attn if hasattr(layer, "attn") else layer.self_attn.q_proj):
-            module.register_forward_hook(count)
+        (layer.attn.c_attn if hasattr(layer, "attn") else layer.self_attn.q_proj).register_forward_hook(count)
 
     def attention_forward(*args, **kwargs):
         found["attention"][now[0]] += args[1].shape[2]
@@ -313,18 +309,12 @@ def worst_error(got, want):
     return errors[name], name
 
 
-def wrap(model, kind, world, run):
+def wrap(model, kind, run):
     """The model in an engine: `ddp`, `fsdp2`, or DeepSpeed at the stage of the run."""
-    if kind == "ddp":
-        return nn.parallel.DistributedDataParallel(model)
-    if kind == "fsdp2":
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
+    if kind in ("ddp", "fsdp2"):
+        from matrix import engine_of
 
-        mesh = init_device_mesh("cpu", (world,))
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
+        return engine_of(model, kind)
     from alstlib.train.engine import initialize
 
     return initialize(run, model, False)

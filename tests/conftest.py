@@ -1,7 +1,5 @@
 """Shared fixtures: one pool of gloo ranks per world size for the whole test run (spawning ranks costs seconds)."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import gc

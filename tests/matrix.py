@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import zoo
-from cases import plain_run, small_pages, worst_error
+from cases import plain_run, sample_of, small_pages, worst_error
 from operators import nan_memory
 from torch import nn
 from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridPreTrainedModel
@@ -34,7 +34,6 @@ EXACT = {torch.float64: (1e-10, 1e-10), torch.float32: (1e-6, 1e-5)}
 """Largest error of the loss, relative to it, and of a gradient, relative to its norm. DeepSpeed trains in fp32."""
 SCALE = 0.25
 """Of the loss before backward, and so of every gradient."""
-IGNORE = -100
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,6 @@ class More:
     host_memory: tuple[int | None, ...] = ()
     """Of each rank."""
     bucket: int = 2_000
-    pad_to: int | None = None
     prepare: Callable[[Any], Callable[[], Any]] | None = None
     """Called with the model before it is attached; what it returns is called after the step, for the result."""
 
@@ -228,11 +226,9 @@ def samples_of(case, more=None):
     data = more.data or DATA[case.data]
     for i in range(case.dp * (1 if case.routed else more.accumulation)):
         rows = data[i % len(data)]
-        ids = torch.randint(3, zoo.VOCAB, (len(rows), sum(rows[0])), generator=torch.Generator().manual_seed(i))
-        labels = ids.clone()
-        if i == 0:
-            labels[:, : ids.shape[1] // 2 + 1] = IGNORE
-        made.append({"input_ids": ids, "labels": labels, "document_lengths": rows})
+        length = sum(rows[0])
+        made.append(sample_of(length, len(rows), i, ignored=slice(0 if i else length // 2 + 1)))
+        made[-1]["document_lengths"] = rows
     return made
 
 
@@ -262,7 +258,7 @@ def decoder_layers(model):
     return model.base_model.h if hasattr(model.base_model, "h") else model.base_model.layers
 
 
-def engine_of(model, kind, accumulation, bucket=2_000):
+def engine_of(model, kind, accumulation=1, bucket=2_000):
     """The model in an engine of that kind over all ranks, on the model's device."""
     if kind == "average":
         return Average(model)
@@ -397,17 +393,17 @@ def _run(rank, case, more):
     if more.host_memory:
         chosen["host_memory"] = more.host_memory[rank]
     blocks = (chosen.pop("block", None),)
-    losses, errors, strange, calls = [], [], [], dict[str, list[str]]()
+    losses, errors, strange, calls = [], [], [], {}
     deep = case.engine.startswith("zero")
     with alstlib.apply(model, ctx, alstlib.Options(**chosen)) as handle:
-        engine, arrived = engine_of(model, case.engine, accumulation, more.bucket), list[str]()
+        engine, arrived = engine_of(model, case.engine, accumulation, more.bucket), []
         for name, p in model.named_parameters() if deep else ():
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))
         mine = samples[ctx.dp_rank :: case.dp]
         for block in more.blocks or blocks:
             logged, scale = 0.0, 1.0 if block else SCALE
-            loader = SPDataLoader(mine, ctx, accumulation, replicated=True, device=place, pad_to=more.pad_to)
+            loader = SPDataLoader(mine, ctx, accumulation, replicated=True, device=place)
             with conditions(case, rank):
                 if case.device == "late":
                     group.calls()

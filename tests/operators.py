@@ -17,6 +17,9 @@ EXACT = {torch.float64: 1e-12, torch.float32: 3e-6}
 """Largest relative error of an operator that computes what the oracle does, in another order."""
 
 
+DTYPES = pytest.mark.parametrize("dtype", EXACT)
+
+
 @contextlib.contextmanager
 def nan_memory():
     """Memory that nobody wrote is NaN: an output with a forgotten row fails its comparison."""
@@ -43,6 +46,9 @@ def strided(x):
     return view
 
 
+LAYOUTS = pytest.mark.parametrize("layout", [torch.Tensor.clone, strided], ids=["contiguous", "strided"])
+
+
 def leaf(x, dtype=None, needs=True):
     """A leaf with x's values and strides."""
     return x.detach().to(dtype or x.dtype).requires_grad_(needs)
@@ -53,7 +59,7 @@ def gradients(fn, inputs, upstream, dtype=None):
     own = [leaf(t, dtype, t.requires_grad) if t.is_floating_point() else t for t in inputs]
     out = fn(*own)
     out.backward(upstream.to(out.dtype))
-    return (out.detach(), *(t.grad for t in own))  # type: ignore[arg-type]
+    return (out.detach(), *(t.grad for t in own))
 
 
 def of_module(module, x, upstream, *more):
@@ -70,6 +76,11 @@ def randomised(module, scale=1.0):
     for i, p in enumerate(module.parameters()):
         p.data = randn(*p.shape, seed=i, scale=scale)
     return module.double().train()
+
+
+def logps_of(logits, labels):
+    """The log-probability of each label; 0 where there is none."""
+    return logits.log_softmax(-1).gather(-1, labels.clamp_min(0)[..., None])[..., 0] * (labels != -100)
 
 
 def worst(got, want, whole=None):
@@ -93,7 +104,7 @@ def worst(got, want, whole=None):
 @contextlib.contextmanager
 def counted(owner, *names):
     """Counts the calls of these functions of a module or class."""
-    calls = Counter[str]()
+    calls = Counter()
 
     def counting(name, fn):
         return lambda *args, **kwargs: (calls.update([name]), fn(*args, **kwargs))[1]

@@ -6,21 +6,10 @@
 import json
 from pathlib import Path
 
-from zoo import MODELS
+from zoo import MODELS, ZOO
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "papermill_runs" / "results" / "support"
-WHAT = {
-    "llama": "llama3 RoPE", "qwen2": "sliding and full layers", "qwen3": "YaRN, normed queries and keys",
-    "mistral": "sliding window", "mixtral": "experts, router loss, sliding window",
-    "qwen3_moe": "experts, router loss", "gemma2": "soft caps, sliding and full layers, own scale",
-    "gemma3": "sliding and full layers, two RoPEs", "phi3": "fused projections, sliding window",
-    "olmo2": "norms after", "granite": "own scale and multipliers",
-    "gpt_oss": "sinks, experts, router loss, sliding and full layers", "smollm3": "layers without RoPE",
-    "cohere": "parallel blocks, scaled logits", "starcoder2": "biases, sliding window",
-    "gpt_neox": "partial RoPE, parallel blocks", "gpt2": "learned positions",
-    "deepseek_v3": "MLA (values of another width), experts", "glm": "partial RoPE",
-}  # fmt: skip
 
 
 def table():
@@ -35,7 +24,7 @@ def table():
         errors = [max(one["sp"][sp]["gradient"] for one in found) for sp in "123"]
         errors.append(max(one["sp"][sp]["loss"] for one in found for sp in "123"))
         notes = sorted({n for one in found for n in one["notes"]})
-        cells = [name, WHAT[name], *(f"{error:.1e}" for error in errors), "; ".join(notes) or "-"]
+        cells = [name, ZOO["WHAT"][name], *(f"{error:.1e}" for error in errors), "; ".join(notes) or "-"]
         lines.append(f"| {' | '.join(cells)} |")
     versions = " and ".join(run["transformers"] for run in runs)
     ways = "tiled, in row chunks with everything on the device and on the host, and block by block"

@@ -85,7 +85,7 @@ class Toy(Adapter):
 
 
 def with_mixer(rank, world, way):
-    model = make_model("gqa")
+    model = make_model()
     torch.manual_seed(3)
     model.model.layers[1].self_attn = Mixer(32, 4)
     data = sample_of(21, documents=[4, 17])
@@ -141,7 +141,7 @@ def test_a_way_of_running_a_layer(monkeypatch):
             return super().run(x, args, kwargs)
 
     monkeypatch.setattr(layer_runner, "Whole", Watched)
-    model, data = make_model("gqa"), sample_of(17)
+    model, data = make_model(), sample_of(17)
     want = plain_step(model, data)
     with attach(model):
         check_step(step(model, data), want)

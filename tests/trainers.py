@@ -2,16 +2,14 @@
 sequence parallelism, on the same data."""
 
 import contextlib
-import functools
 import gc
 import os
 import tempfile
-from typing import Any
 
 import pytest
 import torch
 from cases import VOCAB, make_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Trainer
 
 import alstlib
 from alstlib.hf.saving import full_weights
@@ -24,7 +22,6 @@ SETTINGS = {
     "disable_tqdm": True, "log_level": "error",
 }  # fmt: skip
 OPTIONS = {"tiles": {"mlp": 5, "loss": 7, "norm": True}, "offload": True}
-Run = dict[str, Any]
 
 
 def samples(count=43, seed=3):
@@ -97,40 +94,52 @@ def made_of(config):
     return model
 
 
-def adapted(model, targets=None):
-    from peft import LoraConfig, get_peft_model
+def lora_of(targets):
+    from peft import LoraConfig
+
+    return LoraConfig(r=4, target_modules=["q_proj", "down_proj", *targets])
+
+
+def adapted(model, targets):
+    from peft import get_peft_model
 
     torch.manual_seed(0)
-    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj", *(targets or [])]))
+    return get_peft_model(model, lora_of(targets))
 
 
-def spread(world, sp=None, options=None):
-    """What a mixin is given: all ranks share a sample, unless `sp` says how many do."""
-    return {"sp": sp or world, "alst": alstlib.Options(**{**OPTIONS, **(options or {})})}
+def dtype_of(engine):
+    return torch.float64 if engine == "ddp" else torch.float32
 
 
 def train(
     rank, world, how, engine = "ddp", *, kind = "gqa",
     lora = False, count = 43, sp = None, resume = None,
     options = None, folder = None,
-    data = None, evaluate = False, targets = None, extra = None,
-    dtype = None, collator = None, loss = None, **settings,
+    data = None, evaluate = False, targets = (), extra = None,
+    dtype = None, collator = None, loss = None, classes = None, **settings,
 ):  # fmt: skip
     """One run: its logged losses, gradient norms and evaluations by step, and the trained weights.
 
     Args:
         loss: the `compute_loss` of the Trainer's class, one of OVERRIDES; None: its own.
         kind: as `make_model` takes it, a config, or what makes the model.
-        how: `plain`, `ours` (TrainerMixin), or `library` (Accelerate's parallelism_config, DeepSpeed's Ulysses).
+        how: `plain`, `ours` (a mixin; all ranks share a sample, unless `sp` says how many do), or `library`
+            (Accelerate's parallelism_config, DeepSpeed's Ulysses).
+        evaluate: whether some samples are for evaluation, or these samples.
+        extra: further arguments of the trainer.
+        classes: the trainer, its arguments and its mixin; None: those of transformers' Trainer.
     """
     with accelerate_here(engine), tempfile.TemporaryDirectory() as scratch:
         from transformers import TrainingArguments
 
+        base, arguments, mixin = classes or (Trainer, TrainingArguments, alstlib.TrainerMixin)
         model = kind() if callable(kind) else make_model(kind) if isinstance(kind, str) else made_of(kind)
         if not callable(kind):
-            model = model.to(dtype or (torch.float64 if engine == "ddp" else torch.float32))
+            model = model.to(dtype or dtype_of(engine))
         model = adapted(model, targets) if lora else model
-        own = spread(world, sp, options) if how == "ours" else {}
+        own = extra or {}
+        if how == "ours":
+            own = {**own, "sp": sp or world, "alst": alstlib.Options(**{**OPTIONS, **(options or {})})}
         if how == "library":
             from accelerate import ParallelismConfig
             from accelerate.utils import DeepSpeedSequenceParallelConfig
@@ -139,11 +148,12 @@ def train(
             settings["parallelism_config"] = ParallelismConfig(
                 sp_backend="deepspeed", sp_size=world, sp_handler=handler
             )
-        args = TrainingArguments(**{**SETTINGS, **engine_settings(engine), "output_dir": folder or scratch, **settings})
-        trainer = trainer_class(how, loss)(
+        args = arguments(**{**SETTINGS, **engine_settings(engine), "output_dir": folder or scratch, **settings})
+        if base is Trainer:
+            own = {"data_collator": collator or (with_positions if how == "library" else collate), **own}
+        trainer = trainer_class(how, loss, base, mixin)(
             model=model, args=args, train_dataset=samples(count) if data is None else data,
-            eval_dataset=samples(7, seed=8) if evaluate else None,
-            data_collator=collator or (with_positions if how == "library" else collate), **own, **(extra or {}),
+            eval_dataset=samples(7, seed=8) if evaluate is True else evaluate or None, **own,
         )  # fmt: skip
         trainer.train(resume_from_checkpoint=resume)
         return outcome(trainer, how)
@@ -175,10 +185,8 @@ def _super(trainer, model, inputs, return_outputs=False, num_items_in_batch=None
     return super(type(trainer), trainer).compute_loss(model, inputs, return_outputs)
 
 
-def trainer_class(how, loss=None):
-    from transformers import Trainer
-
-    bases = (alstlib.TrainerMixin, Trainer) if how == "ours" else (Trainer,)
+def trainer_class(how, loss=None, base=Trainer, mixin=alstlib.TrainerMixin):
+    bases = (mixin, base) if how == "ours" else (base,)
     return type("SPTrainer", bases, {} if loss is None else {"compute_loss": OVERRIDES[loss]})
 
 
@@ -191,13 +199,23 @@ OVERRIDES = {
 """`compute_loss` as users write it, after Hugging Face's documentation."""
 
 
-@functools.lru_cache(maxsize=32)
-def plain(*settings):
-    """The plain Trainer in one process; once for each choice of settings."""
-    return train(0, 1, "plain", **dict(settings))
+KNOWN = {}
+
+
+def plain(settings):
+    """The plain trainer in one process; once for each choice of settings."""
+    key = str(settings)
+    if key not in KNOWN:
+        KNOWN[key] = run(0, 1, "plain", "ddp", settings)
+    return KNOWN[key]
 
 
 def run(rank, world, how, engine, settings):
+    """A run as `train` makes it; of one of TRL's trainers where the settings name one (`trl_runs.with_trl`)."""
+    if "trainer" in settings:
+        from trl_runs import with_trl
+
+        settings = with_trl(engine, **settings)
     return train(rank, world, how, engine, **settings)
 
 
@@ -211,11 +229,11 @@ def check_runs(runs, want, after=0, without=(), bound=1e-5):
     return names
 
 
-def as_one_process(pool, settings, engine="ddp", **ours):
-    """Trains on a pool as the plain Trainer does in one process; returns the runs of its ranks."""
+def as_one_process(pool, settings, engine="ddp", without=(), **ours):
+    """Trains on a pool as the plain trainer does in one process; returns the runs of its ranks, and the names of what
+    was compared."""
     runs = pool(run, "ours", engine, {**settings, **ours})
-    check_runs(runs, train(0, 1, "plain", **settings))
-    return runs
+    return runs, check_runs(runs, plain(settings), without=without)
 
 
 NOT_COMPARED = ("_runtime", "_per_second", "learning_rate", "epoch")

@@ -1,14 +1,12 @@
 """Small runs of TRL's trainers: plain, and with the mixins that spread samples over ranks, on the same data."""
 
 import functools
-import json
-import tempfile
 
 import torch
 from cases import VOCAB, make_model
 from datasets import Dataset, load_from_disk
 from tokenizers import Tokenizer, models, pre_tokenizers
-from trainers import SETTINGS, accelerate_here, check_runs, engine_settings, made_of, outcome, spread
+from trainers import dtype_of, lora_of
 from transformers import MixtralConfig, PreTrainedTokenizerFast
 
 import alstlib
@@ -57,66 +55,35 @@ def mixture(**settings):
     return MixtralConfig(vocab_size=VOCAB, **sizes, **experts, **settings)
 
 
-def model_of(kind, seed=0):
-    return made_of(mixture()) if kind == "mixture" else make_model(kind, seed)
-
-
 def given(what, count, folder):
     """Samples that were saved, where all ranks find what one of them keeps about them; or new ones."""
     return dataset(what, count) if folder is None else load_from_disk(f"{folder}/{what}-{count}")
 
 
-def train(
-    rank, world, how, trainer, engine = "ddp", *, what, kind = "gqa",
-    lora = False, count = 24, sp = None, options = None,
-    evaluate = False, reference = False, folder = None, resume = None,
-    **settings,
+def with_trl(
+    engine, *, trainer, what, count = 24, lora = False,
+    evaluate = False, reference = False, data = None, **settings,
 ):  # fmt: skip
-    """One run: all that it logs by step, and the trained weights.
+    """What `trainers.train` is given for a run of one of TRL's trainers.
 
     Args:
-        how: `plain`, or `ours`.
         trainer: `SFT` or `DPO`.
-        kind: `mixture`, or as `make_model` takes it.
         reference: DPO has a reference model, which is another one than the model.
-        folder: has the data (`given`).
+        data: a folder that has the data (`given`).
     """
     import trl
 
-    with accelerate_here(engine), tempfile.TemporaryDirectory() as scratch:
-        dtype = torch.float64 if engine == "ddp" else torch.float32
-        model, base = model_of(kind).to(dtype), getattr(trl, f"{trainer}Trainer")
-        own, cls = {"ref_model": make_model(seed=1).to(dtype)} if reference else {}, base
-        if how == "ours":
-            mixin = alstlib.TrainerMixin if trainer == "SFT" else alstlib.DPOTrainerMixin
-            cls, own = type("SPTrainer", (mixin, base), {}), own | spread(world, sp, options)
-        if lora:
-            from peft import LoraConfig
-
-            own["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
-        defaults = {**SETTINGS, "per_device_train_batch_size": 2, "max_steps": 8, "bf16": False, "seed": 7}
-        args = getattr(trl, f"{trainer}Config")(
-            **{**defaults, **engine_settings(engine), "output_dir": scratch, **settings}
-        )
-        made = cls(
-            model=model, args=args, train_dataset=given(what, count, folder), processing_class=tokenizer(),
-            eval_dataset=given(what, 7, folder) if evaluate else None, **own,
-        )  # fmt: skip
-        made.train(resume_from_checkpoint=resume)
-        return outcome(made, how)
-
-
-def run(rank, world, how, trainer, engine, settings):
-    return train(rank, world, how, trainer, engine, **settings)
-
-
-@functools.cache
-def plain(trainer, settings):
-    """One process, once for each choice of settings, which are JSON."""
-    return run(0, 1, "plain", trainer, "ddp", json.loads(settings))
-
-
-def as_one_process(pool, trainer, settings, engine="ddp", without=(), **ours):
-    """Trains on a pool as the plain trainer does in one process; returns the names of what was compared."""
-    runs = pool(run, "ours", trainer, engine, {**settings, **ours})
-    return check_runs(runs, plain(trainer, json.dumps(settings)), 0, without)
+    extra = {"processing_class": tokenizer()}
+    if reference:
+        extra["ref_model"] = make_model(seed=1).to(dtype_of(engine))
+    if lora:
+        extra["peft_config"] = lora_of(())
+    classes = (
+        getattr(trl, f"{trainer}Trainer"),
+        getattr(trl, f"{trainer}Config"),
+        alstlib.DPOTrainerMixin if trainer == "DPO" else alstlib.TrainerMixin,
+    )
+    return {
+        "per_device_train_batch_size": 2, "max_steps": 8, "bf16": False, "seed": 7, "classes": classes, "extra": extra,
+        "data": given(what, count, data), "evaluate": evaluate and given(what, 7, data), **settings,
+    }  # fmt: skip

@@ -8,6 +8,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from cases import check_refused
 from datasets import Dataset
 
 from alstlib.data.corpus import EOS, _library_files, get_tokenizer, load_corpus
@@ -108,8 +109,7 @@ def test_local_jsonl_and_parquet(tmp_path):
 
 def test_columns():
     many = Dataset.from_dict({"title": ["t"], "body": ["b"], "n": [1]})
-    with pytest.raises(ValueError, match=r"\['title', 'body', 'n'\].* columns of text: \['title', 'body'\]"):
-        canonical_columns(many)
+    check_refused(r"\['title', 'body', 'n'\].* columns of text: \['title', 'body'\]", canonical_columns, many)
     assert canonical_columns(many.remove_columns("title"))["text"] == ["b"]
     for columns, kept in (
         ({"text": ["rendered"], "conversations": [CHAT], "rendered": ["x"]}, ["conversations", "text"]),
@@ -117,18 +117,12 @@ def test_columns():
     ):
         mixed = Dataset.from_dict(columns)
         assert canonical_columns(mixed).column_names == kept
-    with pytest.raises(ValueError, match="has its own tokenizer: name it"):
-        get_tokenizer("auto", corpus=mixed)
+    check_refused("has its own tokenizer: name it", get_tokenizer, "auto", corpus=mixed)
     for wrong in ([{"text": "x"}], mixed.to_iterable_dataset()):
-        with pytest.raises(ValueError, match=f"the corpus is a {type(wrong).__name__}; give a Dataset"):
-            canonical_columns(wrong)
+        check_refused(f"the corpus is a {type(wrong).__name__}; give a Dataset", canonical_columns, wrong)
 
 
 def test_bad_corpora(tmp_path):
-    def refused(name, message, **how):
-        with pytest.raises(ValueError, match=message):
-            load_corpus(name, **how)
-
     for name, content, message in (
         ("train.jsonl", b"{broken", r"train\.jsonl', line 1, is no JSON object such as .*: "),
         ("binary.txt", b"\xff\xfe\x00", "not UTF-8 text"),
@@ -140,17 +134,20 @@ def test_bad_corpora(tmp_path):
         ("data.pkl", b"", r"no file that can be read; known endings: \.parquet, \.jsonl, \.json, \.txt"),
     ):
         (tmp_path / name).write_bytes(content)
-        refused(str(tmp_path / name), message)
+        check_refused(message, load_corpus, str(tmp_path / name))
     for name, target, message in (
         ("gone.jsonl", "nowhere.jsonl", r"it is a symbolic link to nowhere\.jsonl, which does not exist"),
         ("loop.jsonl", "loop.jsonl", r"it is a symbolic link to loop\.jsonl, which .* leads back to"),
     ):
         (tmp_path / name).symlink_to(target)
-        refused(str(tmp_path / name), f"{name}' does not exist; {message}")
-    refused(f"{tmp_path}/trian.jsonl", r"does not exist; did you mean '.*train\.jsonl'")
-    refused(f"{tmp_path}/nowhere/x.txt", "its folder .* does not exist either")
-    refused("someone/nothing", r"data='someone/nothing' .* cannot be read")
-    refused("stdlib", "split='test'", split="test")
+        check_refused(f"{name}' does not exist; {message}", load_corpus, str(tmp_path / name))
+    for name, message in (
+        (f"{tmp_path}/trian.jsonl", r"does not exist; did you mean '.*train\.jsonl'"),
+        (f"{tmp_path}/nowhere/x.txt", "its folder .* does not exist either"),
+        ("someone/nothing", r"data='someone/nothing' .* cannot be read"),
+    ):
+        check_refused(message, load_corpus, name)
+    check_refused("split='test'", load_corpus, "stdlib", split="test")
 
 
 def test_hub_names_are_passed_on():
@@ -185,15 +182,11 @@ def test_bad_tokenizers(tmp_path):
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "llama"}')
 
-    def refused(name, message, **more):
-        with pytest.raises(ValueError, match=message):
-            get_tokenizer(str(name), **more)
-
-    refused("auto", "vocab_size=256 must be at least 257", vocab_size=256)
-    refused(tmp_path / "nothing", "cannot be loaded")
-    refused(folder, r"has no tokenizer\.json; save a tokenizer there")
+    check_refused("vocab_size=256 must be at least 257", get_tokenizer, "auto", vocab_size=256)
+    check_refused("cannot be loaded", get_tokenizer, str(tmp_path / "nothing"))
+    check_refused(r"has no tokenizer\.json; save a tokenizer there", get_tokenizer, str(folder))
     (folder / "tokenizer.json").write_text("{broken")
-    refused(folder, r"cannot be loaded: (?!the folder has no)")
+    check_refused(r"cannot be loaded: (?!the folder has no)", get_tokenizer, str(folder))
 
 
 # ---- samples
@@ -252,8 +245,7 @@ def test_too_few_tokens(tokenizer, caplog):
         (texts(5, 7), 50, "the corpus has 12 tokens, but one sample needs seq_len=50"),
         (Dataset.from_dict({"text": [""]}), 8, "none of 1 rows has a token with a loss"), (texts(5), 0, "seq_len=0"),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=message):
-            make_samples(corpus, tokenizer, seq_len)
+        check_refused(message, make_samples, corpus, tokenizer, seq_len)
     for packed in (False, True):
         assert len(make_samples(texts(20, 10), tokenizer, 20, packed=packed)) == 1  # a pass is enough
         assert not caplog.records
@@ -269,8 +261,7 @@ def test_pretokenized_labels(tokenizer):
     (sample,) = make_samples(corpus, tokenizer, 4)
     assert sample["labels"].tolist() == [-100, -100, 3, 4]
     wrong = Dataset.from_dict({"input_ids": [[1, 2, 3, 4]], "labels": [[3, 4]]})
-    with pytest.raises(ValueError, match="2 values for 4"):
-        make_samples(wrong, tokenizer, 4)
+    check_refused("2 values for 4", make_samples, wrong, tokenizer, 4)
 
 
 # ---- chats
@@ -306,8 +297,7 @@ def test_templates_that_cannot_be_followed_are_refused(tokenizer):
         (FORGETS, r"renders message 1 differently .* \{% generation %\}"),
         (None, "no chat temp"),
     ):
-        with pytest.raises(ValueError, match=message):
-            first_document({"messages": CHAT}, tokenizer, template)
+        check_refused(message, first_document, {"messages": CHAT}, tokenizer, template)
 
 
 # ---- formats of the field
@@ -365,8 +355,15 @@ def test_instructions_without_a_chat_template_are_alpacas_text(tokenizer):
 @pytest.mark.parametrize("packed, limit", [(False, None), (True, 2), (False, 50)])
 def test_a_corpus_without_a_loss_is_refused(tokenizer, packed, limit):
     asked = Dataset.from_dict({"messages": [CHAT[:1]] * 6})
-    with pytest.raises(ValueError, match=r"none of 6 rows has a token with a loss: chats need a message of the assist"):
-        make_samples(asked, with_template(tokenizer, CHATML), 20, packed=packed, limit=limit)
+    check_refused(
+        r"none of 6 rows has a token with a loss: chats need a message of the assist",
+        make_samples,
+        asked,
+        with_template(tokenizer, CHATML),
+        20,
+        packed=packed,
+        limit=limit,
+    )
 
 
 def test_notes_on_data(tokenizer, stdlib):

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+import yaml
 import zoo
 from cases import (
     ALL_OFF,
@@ -77,7 +78,7 @@ def anatomy(model):
 def test_detach_restores_the_model_exactly(kind, options):
     """Outputs bit for bit; every module, attribute, hook and registration as before, and what a user had set."""
     model = make_model(kind)
-    model.generate = lambda *args: "mine"  # type: ignore[method-assign]
+    model.generate = lambda *args: "mine"
     for layer, leaf in zip(decoder_layers(model), (True, False)):
         layer._z3_leaf = leaf
     before, out = anatomy(model), model(IDS).logits
@@ -93,12 +94,10 @@ def test_detach_restores_the_model_exactly(kind, options):
     assert anatomy(model) == before
 
 
-@pytest.mark.parametrize(
-    ("chunk", "kernel", "notes"), [(16_384, "cudnn", 0), (16_000, "cudnn", 1), (16_000, "flash", 0)]
-)
+@pytest.mark.parametrize("chunk, kernel, notes", [(16_384, "cudnn", 0), (16_000, "cudnn", 1), (16_000, "flash", 0)])
 def test_a_chunk_that_cudnn_leaves_to_a_slower_kernel_is_said(monkeypatch, chunk, kernel, notes):
     monkeypatch.setattr(sys.modules["alstlib.hf.support"], "choose_backend", lambda *_: BACKENDS[kernel])
-    with attach(make_model("gqa"), chunk=chunk) as handle:
+    with attach(make_model(), chunk=chunk) as handle:
         assert [note[:14] for note in handle.notes] == ["chunk=16,000: "] * notes
 
 
@@ -152,7 +151,7 @@ def test_gradient_checkpointing_without_ours_is_refused():
 @pytest.mark.parametrize("shared", [False, True], ids=["two kinds", "one config"])
 def test_two_models_in_one_process(shared):
     """Interleaved, with different options; one is detached between the other's forward and backward."""
-    models = [make_model("gqa"), make_model("gpt2", seed=1)]
+    models = [make_model(), make_model("gpt2", seed=1)]
     if shared:
         models[1] = type(models[0])(models[0].config)
     wants = [plain_step(m, BATCH) for m in models]
@@ -248,7 +247,7 @@ def test_a_composite_config_is_saved_as_it_was(tmp_path):
 
 def exchanges(rank, world, save_attention):
     """Collectives of a training step on this rank."""
-    model, data = make_model("gqa"), shard_batch(SAMPLE, world, rank)
+    model, data = make_model(), shard_batch(SAMPLE, world, rank)
     with attach(model, SPContext.create(world), **{**ALL_ON, "save_attention": save_attention}):
         train(model, data)  # asks for host memory
         with counted(dist, "all_to_all_single", "all_to_all", "all_gather", "all_reduce") as count:
@@ -379,23 +378,9 @@ def without_its_window():
     return model
 
 
-BART = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "is_decoder": True,
-        "is_encoder_decoder": False}  # fmt: skip
 REFUSED = [
     (lambda: make_model().model, "LlamaModel is not a decoder-only causal language model with a head"),
     (lambda: nn.Linear(3, 3), "needs a transformers model that nothing wraps yet, but got Linear"),
-    (
-        lambda: small("BloomConfig", n_layer=1, n_head=4),
-        "BloomForCausalLM computes attention by itself, not through transformers' AttentionInterface",
-    ),
-    (
-        lambda: small("RecurrentGemmaConfig"),
-        "RecurrentGemmaForCausalLM mixes tokens by linear_attention",
-    ),
-    (
-        lambda: small("Llama4TextConfig", head_dim=8, num_local_experts=2, intermediate_size_mlp=48),
-        "mixes tokens by chunked_attention",
-    ),
     (
         lambda: mixing(nn.Conv1d(32, 32, 4, groups=32)),
         r"layer 1 of LlamaForCausalLM .*: mlp.mixer \(Conv1d\) mixes tokens .* sharded sequence",
@@ -405,21 +390,22 @@ REFUSED = [
         r"mlp.mixer \(Mamba2Mixer\) mixes tokens in another way than attention",
     ),
     (without_its_window, "layer 0 .* may slide by config.sliding_window=7, but"),
-    # what is seen of them by a dry run
-    (
-        lambda: small("DogeConfig"),
-        r"layer 0 \(DogeAttention\) makes an attention mask by itself",
-    ),
-    (
-        lambda: small("PhimoeConfig", sliding_window=7, num_local_experts=4, num_experts_per_tok=2),
-        r"layer 0 \(PhimoeAttention\) may slide by config.sliding_window=7, .* set it to None if no",
-    ),
-    (
-        lambda: small("OlmoeConfig", sliding_window=7, num_experts=4, num_experts_per_tok=2),
-        r"layer 0 \(OlmoeAttention\) gives its attention the window 7, but .* set config.sliding_window to None",
-    ),
-    (lambda: small("BartConfig", **BART), "BartForCausalLM numbers its tokens by itself"),
 ]
+OF_CONFIGS = yaml.safe_load(r"""
+BloomConfig: [{n_layer: 1, n_head: 4},
+  "BloomForCausalLM computes attention by itself, not through transformers' AttentionInterface"]
+RecurrentGemmaConfig: [{}, RecurrentGemmaForCausalLM mixes tokens by linear_attention]
+Llama4TextConfig: [{head_dim: 8, num_local_experts: 2, intermediate_size_mlp: 48}, mixes tokens by chunked_attention]
+# what is seen of them by a dry run
+DogeConfig: [{}, 'layer 0 \(DogeAttention\) makes an attention mask by itself']
+PhimoeConfig: [{sliding_window: 7, num_local_experts: 4, num_experts_per_tok: 2},
+  'layer 0 \(PhimoeAttention\) may slide by config.sliding_window=7, .* set it to None if no']
+OlmoeConfig: [{sliding_window: 7, num_experts: 4, num_experts_per_tok: 2},
+  'layer 0 \(OlmoeAttention\) gives its attention the window 7, but .* set config.sliding_window to None']
+BartConfig: [{d_model: 32, decoder_layers: 2, decoder_attention_heads: 4, decoder_ffn_dim: 48, is_decoder: true,
+  is_encoder_decoder: false}, BartForCausalLM numbers its tokens by itself]
+""")
+REFUSED += [(functools.partial(small, kind, **fields), says) for kind, (fields, says) in OF_CONFIGS.items()]
 
 
 @pytest.mark.parametrize("make, message", REFUSED)

@@ -19,6 +19,7 @@ from cases import (
     peak,
     plain_step,
     sample_of,
+    small_pages,
     step,
     worst_error,
 )
@@ -94,7 +95,7 @@ def test_what_is_of_the_whole_sequence(name):
 def test_what_runs_how_often(save):
     """Attention over the whole sequence: once in forward; in backward once in a block's first pass, and again in its
     recompute unless the output is kept."""
-    with attach(make_model("gqa"), save_attention=save) as handle:
+    with attach(make_model(), save_attention=save) as handle:
         step(handle.model, sample(), block=5)
         assert handle.attention.forward_calls == 2 * (2 if save else 3)
 
@@ -110,32 +111,32 @@ def test_device_memory_does_not_grow(build):
     row."""
     found = []
     for blocks in (3, 9):
-        gc.collect()  # models of earlier tests, which would be freed in between
         batch = whole(make_samples(1, 64 * blocks)[0])
         found.append(peak(build(max_position_embeddings=2048), batch, block=64, **HOST))
     few, many = found
     assert many - few < 0.02 * few + 64 * 6 * 3 * 8, found
 
 
-@pytest.mark.parametrize("when", [1, 5, 8])
-def test_a_failure_in_a_block_leaves_a_model_that_trains_on(when):
-    """In forward, in backward's first block, and in its last: then block by block, whole, generation and detach."""
-    model, calls = make_model("gqa"), itertools.count(1)
+@pytest.mark.parametrize("chunk, block, when", [(None, 9, 1), (None, 9, 5), (None, 9, 8), (4, None, 9)])
+def test_a_failure_leaves_a_model_that_trains_on(chunk, block, when):
+    """In forward, in backward's first block, and in its last: then block by block, whole, generation and detach. And in
+    the backward of layers in six chunks."""
+    model, calls = make_model(), itertools.count(1)
     want = plain_step(model, sample())
 
     def fail(*_):
         if next(calls) == when:
             raise RuntimeError("the device is on fire")
 
-    with attach(model, **HOST, tiles={"loss": True, "norm": True}) as handle:
+    with small_pages(), attach(model, **HOST, chunk=chunk, tiles={"loss": True, "norm": True}) as handle:
         hook = model.model.layers[1].mlp.register_forward_hook(fail)
         with pytest.raises(RuntimeError, match="on fire"):
-            step(model, sample(), block=9)  # 3 blocks; each recompute runs the MLP twice
+            step(model, sample(), block=block)  # 3 blocks; each recompute runs the MLP twice
         hook.remove()
         gc.collect()
         assert (handle.state, handle.store.leased) == (None, 0)
-        for block in (9, None):
-            check_step(step(model, sample(), block=block), want)
+        for again in {block, None}:
+            check_step(step(model, sample(), block=again), want)
         assert model.generate(sample()["input_ids"][:, :3], max_new_tokens=2, do_sample=False).shape[1] == 5
     check_step(plain_step(model, sample()), want, gradient=1e-6)
 
@@ -143,7 +144,7 @@ def test_a_failure_in_a_block_leaves_a_model_that_trains_on(when):
 def test_an_optimizer_in_backward_steps_once():
     """Hooks that step and clear gradients as soon as these are made get whole gradients, once; PyTorch's own, which
     would step after each block, is refused."""
-    model, taken = make_model("gqa"), []
+    model, taken = make_model(), []
     want = plain_step(model, sample())[1]
     for name, p in model.named_parameters():
         p.register_post_accumulate_grad_hook(
@@ -161,7 +162,7 @@ def test_an_optimizer_in_backward_steps_once():
 
 
 def test_refusals():
-    model, batch = make_model("gqa"), whole(sample())
+    model, batch = make_model(), whole(sample())
     by_blocks = functools.partial(alstlib.block_step, model)
     with attach(model, chunk=6):
         check_refused(r"chunk=6, .* Options\(chunk=None\) and block=6", by_blocks, batch)
@@ -174,7 +175,7 @@ def test_refusals():
 
 def limited(rank, world, memory, states=False):
     """What a step says, and the host memory it takes, where the last rank has so much of it."""
-    ctx, model = alstlib.SPContext.create(world), wide_states() if states else make_model("gqa")
+    ctx, model = alstlib.SPContext.create(world), wide_states() if states else make_model()
     with attach(model, ctx, **HOST, host_memory=memory if rank else 10**6) as handle:
         try:
             alstlib.block_step(model, shard_batch(sample(), world, rank), 4)

@@ -41,7 +41,7 @@ def test_kernels_of_triton_are_not_launched(monkeypatch):
     triton.__spec__ = importlib.machinery.ModuleSpec("triton", None)
     for module in (triton, runtime, jit):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    model = make_model("gqa")
+    model = make_model()
     for layer in model.model.layers:
         layer.input_layernorm = Norm()
     assert all(call.finished and call.attention for call in run(model))

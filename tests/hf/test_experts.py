@@ -90,7 +90,7 @@ def test_a_recompute_does_not_run_experts_in_vain(name):
 class Reading(GptOssDecoderLayer):
     """A layer that weights what its experts made once more by the scores with which they were chosen."""
 
-    def forward(self, hidden_states, **kwargs):  # type: ignore[override]
+    def forward(self, hidden_states, **kwargs):
         attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
         hidden = hidden_states + attended
         routed, scores = self.mlp(self.post_attention_layernorm(hidden))
@@ -111,7 +111,7 @@ def test_the_tile_counts_the_experts_of_a_token(monkeypatch):
     assert TiledExperts(block, None)._default_tile(torch.zeros(1, 4096, 32)) == 512
 
 
-@pytest.mark.parametrize(("dtype", "worth"), [(torch.float32, 56), (torch.bfloat16, 112)])
+@pytest.mark.parametrize("dtype, worth", [(torch.float32, 56), (torch.bfloat16, 112)])
 def test_the_default_tile_takes_no_more_than_the_block_untiled(dtype, worth):
     """All experts' gradients are summed in fp32 over tiles: as much as the intermediates of so many tokens. A slice of
     up to twice as many is one tile, whose gradients are not copied to fp32."""
@@ -146,7 +146,7 @@ class Block(nn.Module):
 
 
 class ByToken(Block):
-    def forward(self, hidden_states, tokens=None):  # type: ignore[override]
+    def forward(self, hidden_states, tokens=None):
         return super().forward(hidden_states)
 
 
@@ -161,7 +161,7 @@ UNKNOWN = "may mix tokens (see Options.experts_by_token)"
 
 
 @pytest.mark.parametrize(
-    ("kind", "says", "left"),
+    "kind, says, left",
     [(Block, True, ""), (Block, False, UNKNOWN), (ByToken, True, "routes to experts by more than its tokens")],
 )
 def test_blocks_that_may_mix_tokens_are_left_as_they_are(kind, says, left, caplog):

@@ -3,6 +3,7 @@
 import functools
 
 import pytest
+from cases import mlp_tokens
 from matrix import Case, More, check, decoder_layers, run
 
 
@@ -10,11 +11,6 @@ def step(pools, case, **more):
     results = pools(case.sp * case.dp)(run, case, More(**more))
     check(results, case)
     return results
-
-
-@pytest.mark.parametrize("attention", ["eager", "blockwise"])
-def test_another_attention(pools, attention):
-    step(pools, Case("llama", data="rows", way="plain", tiles="off"), options={"attention": attention})
 
 
 @pytest.mark.parametrize("engine", ["average", "ddp", "zero1", "zero3"])
@@ -31,14 +27,7 @@ def test_layers_with_a_state_where_heads_do_not_divide(pools, model):
 
 
 def counted(model):
-    """Tokens through the MLP of each layer."""
-    tokens = [0] * len(decoder_layers(model))
-    for i, layer in enumerate(decoder_layers(model)):
-
-        def count(module, args, out, i=i):
-            tokens[i] += out.shape[1]
-
-        layer.mlp.register_forward_hook(count)
+    tokens = mlp_tokens(model)
     return lambda: tokens
 
 
@@ -78,13 +67,6 @@ def test_replicas_in_which_all_that_is_local_differs(pools, engine, room):
     kept = {(r["every"], r["kept"]) for r in step(pools, case, **FIVE, data=data, accumulation=5, host_memory=host)}
     assert len(kept) == 1
     assert min(kept)[0] > 1 or not any(room)
-
-
-@pytest.mark.parametrize("model, chunk, pad_to", [("llama", 1, 6), ("qwen3_5", None, 9)])
-def test_samples_of_fewer_tokens_than_ranks(pools, model, chunk, pad_to):
-    """Some ranks have nothing but padding: in a step of samples of 5, 1, 2 and 3 tokens."""
-    case = Case(model, "3x1", "few", way="kept")
-    step(pools, case, accumulation=4, pad_to=pad_to, options={"chunk": chunk})
 
 
 @pytest.mark.parametrize("bucket", [1, 100_000])

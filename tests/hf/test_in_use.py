@@ -42,7 +42,7 @@ def errors(got, exact):
 
 
 def half(rank, world, name, dtype, autocast, how):
-    """Errors against the fp32 oracle: ours, and those of plain transformers in the same precision."""
+    """Errors against the fp32 oracle are at most 1.5 times those of plain transformers in the same precision."""
     data, model = sample_of(60), zoo.build(name)
     model.config.output_router_logits = False
     if not autocast:  # the same rounded weights in all three
@@ -52,21 +52,21 @@ def half(rank, world, name, dtype, autocast, how):
         plain = plain_step(model, data)
         ctx = alstlib.SPContext.create(world)
         with attach(model, ctx, **HOW[how]):
-            return errors(step(model, data, ctx), exact), errors(plain, exact)
+            (loss, gradient), theirs = errors(step(model, data, ctx), exact), errors(plain, exact)
+    assert gradient <= 1.5 * theirs[1], (gradient, theirs)
+    assert loss <= max(1.5 * theirs[0], 1e-3), (loss, theirs)
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "autocast", "how"),
+    "name, dtype, autocast, how",
     [("llama", torch.float16, False, "on"), ("gpt_oss", torch.float16, True, "chunk"),
      ("llama", torch.bfloat16, True, "on"), ("llama", torch.bfloat16, False, "chunk"),
      ("mistral", torch.bfloat16, True, "chunk"), ("gemma2", torch.bfloat16, False, "on"),
      ("gpt_oss", torch.bfloat16, False, "on"), ("deepseek_v3", torch.bfloat16, True, "chunk")],
 )  # fmt: skip
 def test_half_precision_is_as_good_as_plain(pools, name, dtype, autocast, how):
-    """As good as plain, on three ranks, which share rows of heads."""
-    for (loss, gradient), plain in pools(3)(half, name, dtype, autocast, how):
-        assert gradient <= 1.5 * plain[1], (gradient, plain)
-        assert loss <= max(1.5 * plain[0], 1e-3), (loss, plain)
+    """On three ranks, which share rows of heads."""
+    pools(3)(half, name, dtype, autocast, how)
 
 
 # ----- generation
@@ -129,7 +129,7 @@ def routed(rank, world, sp, accumulation, how, scale):
 
 
 @pytest.mark.parametrize(
-    ("world", "sp", "accumulation", "scale", "how"),
+    "world, sp, accumulation, scale, how",
     [(2, 2, 1, 1.0, "off"), (2, 1, 2, 1.0, "chunk"), (3, 3, 2, 1024.0, "on"), (4, 2, 2, 1.0, "chunk")],
 )
 def test_router_loss(pools, world, sp, accumulation, scale, how):

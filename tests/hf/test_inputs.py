@@ -176,18 +176,15 @@ def test_calls_are_those_of_plain_transformers(model, fields, options):
         assert handle.store.leased == 0
 
 
-@pytest.mark.parametrize("how", ["cu_seqlens", "cu_seq_lens"])
-def test_packed_documents_are_those_one_by_one(model, how):
+@pytest.mark.parametrize("names", [["cu_seqlens"], ["cu_seq_lens_q", "cu_seq_lens_k"]], ids=str)
+def test_packed_documents_are_those_one_by_one(model, names):
     """Offsets alone: each document as if it were alone. The net of whole steps (tests/matrix.py) has positions too."""
     sample = {"input_ids": ids(), "labels": ids(), "document_lengths": [[5, 1, 6]]}
     packed = shard_batch(sample, 1, 0)
-    forms = {
-        "cu_seqlens": {how: packed["cu_seqlens"]},
-        "cu_seq_lens": {f"cu_seq_lens_{n}": packed["cu_seqlens"] for n in "qk"},
-    }
+    given = {"input_ids": ids(), "shift_labels": packed["shift_labels"], **dict.fromkeys(names, packed["cu_seqlens"])}
     want = plain_step(model, sample)
     with attach(model, **ALL_ON):
-        check_step(own_step(model, input_ids=ids(), shift_labels=packed["shift_labels"], **forms[how]), want)
+        check_step(own_step(model, **given), want)
 
 
 # ----- ranks that disagree
@@ -234,7 +231,7 @@ def alone_wrong(place):
 def refused_alone(index, world, sp, engine):
     """What this rank should be told, with what it was; the seconds that all of them took; and the loss of a right step
     after. Of several replicas: no calls of the model, which are of one of them."""
-    ctx, model, messages = SPContext.create(sp), make_model("gqa"), []
+    ctx, model, messages = SPContext.create(sp), make_model(), []
     good = slice_of(ctx.sp_rank)
     with attach(model, ctx, save_attention=True):
         wrapped = nn.parallel.DistributedDataParallel(model) if engine == "ddp" else model
@@ -264,7 +261,7 @@ def attached_alone(index, world):
     ctx = SPContext.create(world)
 
     def said(dropout=0.0, **options):
-        return error_of(attach, make_model("gqa", attention_dropout=dropout), ctx, **options)
+        return error_of(attach, make_model(attention_dropout=dropout), ctx, **options)
 
     return said(chunk=5 + 2 * index), said(host_memory=10**6 + index), said(0.5 * index)
 

@@ -38,7 +38,7 @@ def arrives(rank, world, run, tied, stage, offload):
 @pytest.mark.parametrize("stage, offload", [(0, False), (2, False), (3, False), (3, True)])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_the_weights_are_those_of_plain_loading(ranks2, tmp_path, tied, stage, offload):
-    make_model("gqa", tie_word_embeddings=tied, num_hidden_layers=3).save_pretrained(tmp_path)
+    make_model(tie_word_embeddings=tied, num_hidden_layers=3).save_pretrained(tmp_path)
     saved = RunConfig(model={"name": str(tmp_path), "config": {"num_hidden_layers": 2}})
     for run in (saved, RunConfig(model={"name": "tiny", "config": {"tie_word_embeddings": tied}}, optim={"seed": 3})):
         ranks2(arrives, run, tied, stage, offload)

@@ -61,7 +61,7 @@ def run(rank, world, how, engine, kind, folder, settings):
 
 
 @pytest.mark.parametrize("kind", BASES)
-@pytest.mark.parametrize(("engine", "options"), [("ddp", {"chunk": 5}), ("zero2", {})], ids=["DDP, chunks", "ZeRO-2"])
+@pytest.mark.parametrize("engine, options", [("ddp", {"chunk": 5}), ("zero2", {})], ids=["DDP, chunks", "ZeRO-2"])
 def test_two_ranks_train_as_one_process(ranks2, tmp_path, engine, options, kind):
     """Losses, gradient norms and weights of 6 steps, on the base as it was."""
     folder = str(tmp_path / "model")

@@ -5,8 +5,6 @@ with everything on, streamed in chunks of rows, with hidden states, keys and val
 that meets all else is tested by the net of whole steps (tests/matrix.py).
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os
@@ -16,7 +14,7 @@ import pytest
 import torch
 import transformers
 import zoo
-from cases import ALL_ON, Fields, attach, on_ranks, sample_of, small_pages, step, step_errors
+from cases import ALL_ON, attach, on_ranks, sample_of, small_pages, step, step_errors
 
 import alstlib
 from alstlib.measure.verify import plain
@@ -60,15 +58,15 @@ def attached(rank, world, name, how, packed):
 def add(models, name, world, results):
     """What was measured, to that of the model."""
     one = models.setdefault(name, {"sp": {}, "notes": [], "kernel": results[0]["kernel"]})
-    for key in ("loss", "gradient"):
-        worst = one["sp"].setdefault(str(world), {})
-        worst[key] = max(worst.get(key, 0.0), *(r[key] for r in results))
+    worst = one["sp"].setdefault(str(world), {"loss": 0.0, "gradient": 0.0})
+    for key in worst:
+        worst[key] = max(worst[key], *(r[key] for r in results))
     one["notes"] = sorted({*one["notes"], *(n.split(": ", 1)[-1] for n in results[0]["notes"])})
 
 
 @pytest.fixture(scope="module")
 def models():
-    made: Fields = {}
+    made = {}
     yield made
     if folder := os.environ.get("ALST_SUPPORT_OUT"):
         path = Path(folder) / f"transformers-{transformers.__version__}.json"

@@ -8,7 +8,7 @@ import pytest
 import torch
 import zoo
 from cases import ALL_OFF, attach, batch, check_refused, each_document, gradients, make_model, on_ranks, worst_error
-from operators import randn
+from operators import logps_of, randn
 from test_block_step import PACKED, sample
 from torch import nn
 
@@ -35,9 +35,8 @@ def plain(model, data, temperature=1.0):
     for part in each_document(data):
         labels = reference.shift(part["labels"])
         logits = model(input_ids=part["input_ids"], use_cache=False).logits / temperature
-        logps = logits.log_softmax(-1).gather(-1, labels.clamp_min(0)[..., None])[..., 0] * (labels != -100)
-        found.append((logps, *reference.head_statistics(logits.detach(), labels)))
-    return tuple(torch.cat(parts, 1) for parts in zip(*found))  # type: ignore[return-value]
+        found.append((logps_of(logits, labels), *reference.head_statistics(logits.detach(), labels)))
+    return tuple(torch.cat(parts, 1) for parts in zip(*found))
 
 
 def part_of(whole, world, rank):
@@ -76,7 +75,7 @@ def exact(rank, world, name, data, temperature):
 
 
 @pytest.mark.parametrize(
-    ("name", "world", "documents", "temperature"),
+    "name, world, documents, temperature",
     [("llama, 9 heads on 3", 2, PACKED, 1.0), ("gemma2", 2, None, 0.7), ("gemma2", 1, PACKED, 1.0)],
 )
 def test_values_and_gradients_of_plain_transformers(pools, name, world, documents, temperature):
@@ -98,12 +97,12 @@ def test_sums_of_documents():
     padded = shard_batch(data, 1, 0, pad_to=12)
     assert alstlib.sequence_logps(values, padded, ctx).tolist() == [3, 18, sum(range(12, 22))]
     (alstlib.sequence_logps(values, {}, ctx) * torch.tensor([2.0, -1.0])).sum().backward()
-    assert values.grad.unique(dim=1).tolist() == [[2.0], [-1.0]]  # type: ignore[union-attr]
+    assert values.grad.unique(dim=1).tolist() == [[2.0], [-1.0]]
     assert alstlib.sequence_logps(torch.tensor([[2.0**24, 1.0, 1.0, 1.0]]), {}, ctx).item() == 2**24 + 3
 
 
 def test_refusals():
-    given, model, experts = batch(21), make_model("gqa"), zoo.build("mixtral")
+    given, model, experts = batch(21), make_model(), zoo.build("mixtral")
     logps = functools.partial(alstlib.token_logps, model)
     with attach(model):
         check_refused("temperature=0 must be a number above 0; 1.0 leaves", logps, given, temperature=0)

@@ -1,7 +1,5 @@
 """No hidden costs: nothing in a training step makes the host wait for the device."""
 
-from __future__ import annotations
-
 import traceback
 from pathlib import Path
 
@@ -34,7 +32,7 @@ class Waits(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.places: set[tuple[str, str]] = set()
+        self.places = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func._schema.name.removeprefix("aten::") in self.NAMES:
@@ -69,7 +67,7 @@ def test_a_step_waits_for_nothing(ranks2, chunk):
 def test_the_watch_sees_a_wait():
     """Positions without document offsets have to be looked at."""
     batch = {n: t for n, t in shard(0, 1).items() if n != "cu_seqlens"}
-    with attach(make_model("gqa")) as handle, Waits() as waits:
+    with attach(make_model()) as handle, Waits() as waits:
         alstlib.causal_lm_loss(handle.model, batch)
     assert ("inputs", "_documents") in waits.places
 
@@ -77,7 +75,7 @@ def test_the_watch_sees_a_wait():
 @pytest.mark.gpu
 @pytest.mark.parametrize("chunk", [None, 64])
 def test_gpu_step_waits_for_nothing(chunk):
-    model = make_model("gqa").to("cuda", torch.bfloat16)
+    model = make_model().to("cuda", torch.bfloat16)
     batch = {n: t.cuda() if n not in (*WHOLE, "step_tokens") else t for n, t in shard(0, 1, 301).items()}
     with attach(model, chunk=chunk, on_host="none", **{**ALL_ON, "tiles": {"mlp": 50, "loss": 70, "norm": True}}):
         for _ in range(2):

@@ -4,7 +4,7 @@ import matrix
 import pytest
 import torch
 import zoo
-from cases import make_model
+from cases import attach, check_refused, make_model
 
 import alstlib
 from alstlib import reference
@@ -35,7 +35,7 @@ CHUNKS = {"offload": "sync", "chunk": 5, "on_host": "hidden+kv"}
 @pytest.mark.parametrize("how", [WHOLE, CHUNKS], ids=["whole", "chunks"])
 @pytest.mark.parametrize("own", [plain, WithBackward()], ids=["autograd", "own backward"])
 @pytest.mark.parametrize(
-    ("name", "ranks"),
+    "name, ranks",
     [(name, "1x1") for name in ("llama", "qwen2", "deepseek_v3", "gpt_oss")]
     + [(name, "2x1") for name in ("llama", "llama, 9 heads on 3")],
 )
@@ -76,20 +76,20 @@ def without_rest(q, k, v, **how):
 
 
 @pytest.mark.parametrize(
-    ("own", "why"), [*WRONG.values(), (without_rest, "its dq differs")], ids=[*WRONG, "a zero gradient"]
+    "own, why", [*WRONG.values(), (without_rest, "its dq differs")], ids=[*WRONG, "a zero gradient"]
 )
 def test_a_wrong_function_is_refused_at_its_first_call(own, why):
-    model, ids = make_model("gqa"), torch.zeros(1, 8, dtype=torch.long)
-    with alstlib.apply(model, options=alstlib.Options(attention=own)):
+    model, ids = make_model(), torch.zeros(1, 8, dtype=torch.long)
+    with attach(model, attention=own):
         for _ in range(2):
-            with pytest.raises(ValueError, match=why):
-                model(ids)
+            check_refused(why, model, ids)
 
 
 def test_what_cannot_be_an_attention():
-    with pytest.raises(ValueError, match=r"attention=5 must be one of 'auto', .*'eager', or a function \(q, k, v"):
-        alstlib.Options(attention=5)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="attention=WithBackward is a class; give a function, or an instance"):
-        alstlib.Options(attention=WithBackward)
-    with pytest.raises(ValueError, match="attention='plain' does not compute a soft cap"):
-        alstlib.apply(zoo.build("gemma2"), options=alstlib.Options(attention=plain))
+    check_refused(
+        r"attention=5 must be one of 'auto', .*'eager', or a function \(q, k, v", alstlib.Options, attention=5
+    )
+    check_refused(
+        "attention=WithBackward is a class; give a function, or an instance", alstlib.Options, attention=WithBackward
+    )
+    check_refused("attention='plain' does not compute a soft cap", attach, zoo.build("gemma2"), attention=plain)

@@ -38,7 +38,7 @@ CASES = [(name, key) for name in ON_CPU for key, variant in VARIANTS.items() if 
 
 @pytest.mark.parametrize("chunk", [None, 1, 7])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize(("name", "variant"), CASES)
+@pytest.mark.parametrize("name, variant", CASES)
 def test_variants_are_the_oracle(name, variant, shape, chunk):
     """In one call and in chunks of rows."""
     check(name, shape, variant=VARIANTS[variant], chunk=chunk and chunk * (29 if shape[3] > 100 else 1))
@@ -49,15 +49,15 @@ HALF = list(
 )
 
 
-@pytest.mark.parametrize(("shape", "dtype"), HALF)
-@pytest.mark.parametrize(("name", "variant"), [("cpu", "all but softcap"), ("blockwise", "all")])
+@pytest.mark.parametrize("shape, dtype", HALF)
+@pytest.mark.parametrize("name, variant", [("cpu", "all but softcap"), ("blockwise", "all")])
 def test_variants_in_half_precision(name, variant, dtype, shape):
     """To the rounding of the inputs; compared with plain transformers in the same precision by the models' tests."""
     check(name, SHAPES[shape], dtype, VARIANTS[variant], tolerance=0.02)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("shape", "dtype"), HALF)
+@pytest.mark.parametrize("shape, dtype", HALF)
 @pytest.mark.parametrize("name", ["cudnn", "flash", "efficient", "blockwise"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_on_a_gpu(name, variant, dtype, shape):

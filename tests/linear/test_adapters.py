@@ -7,8 +7,9 @@ from unittest import mock
 
 import pytest
 import torch
+from cases import on_ranks
 from operators import randn, worst
-from test_pass_state import RULES, TOLERANCE, everywhere, gated, gated_inputs, kimi_inputs, mamba_inputs, on_rank
+from test_pass_state import RULES, gated, gated_inputs, kimi_inputs, mamba_inputs, on_rank
 from torch import nn
 from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.mamba2 import modeling_mamba2
@@ -24,14 +25,14 @@ from alstlib.linear.pass_state import pass_state
 LENGTH = 48
 DOCUMENTS = (0, 2, 5, 7, 10, 12, 13, 15, 18, 20, 22, 25, 27, 30, 31, 33, 36, 38, 41, 42, 44, 46, 48)
 """In each eight tokens, which is the least slice of a rank and chunk: some that are cut, and several that are not."""
-CALLS: list[int] = []
+CALLS = []
 """How many documents each call of a kernel held."""
 
 
 def wrapped(implementation):
     """As transformers wraps what it found: in a function that names no parameter and drops unknown ones."""
     package = ModuleType("a_package_of_kernels")
-    package.kernel = implementation  # type: ignore[attr-defined]
+    package.kernel = implementation
     with mock.patch.dict(sys.modules, {package.__name__: package}):
         return modeling_qwen3_next.use_kernel_func_from_hub_with_fallback("kernel", package.__name__)(_torch_only)
 
@@ -99,22 +100,22 @@ FAMILIES = {
 
 
 def packed(rank, world, name, chunks):
-    """As `on_rank`, by both ways, with the number of documents in each call."""
+    """Runs `on_rank` by both ways; returns the number of documents in each call."""
     CALLS.clear()
     case, how = (1, LENGTH, DOCUMENTS), {"ways": (pass_state, by_heads), "chunk": LENGTH // world // chunks}
     with mock.patch.dict(RULES, FAMILIES):
-        return on_rank(rank, world, name, case, **how) | {"calls": CALLS}
+        on_rank(rank, world, name, case, **how)
+    return CALLS
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_packed_documents_are_one_call(pools, name, world, chunks):
-    for rank, result in enumerate(everywhere(pools, world, packed, name, chunks)):
-        assert result["error"] < TOLERANCE, (rank, result)
-        forwards = 2 * 2 * chunks  # two ways, each with and without a graph
-        assert sum(count > 1 for count in result["calls"]) == forwards, (rank, result["calls"])
-        assert len(result["calls"]) <= 4 * forwards, (rank, result["calls"])  # the first, the last, and a pair
+    forwards = 2 * 2 * chunks  # two ways, each with and without a graph
+    for calls in on_ranks(pools, world, packed, name, chunks):
+        assert sum(count > 1 for count in calls) == forwards, calls
+        assert len(calls) <= 4 * forwards, calls  # the first, the last, and a pair
 
 
 def test_what_a_kernel_takes_is_seen_through_transformers():

@@ -1,13 +1,13 @@
 """Convolution and recurrences over ranks against loops over the tokens of the whole sequence, in fp64."""
 
 import functools
-from collections.abc import Sequence
 
 import pytest
 import torch
 import torch.distributed as dist
+from cases import on_ranks
 from operators import gradients, leaf, nan_memory, randn, worst
-from torch import Tensor, nn
+from torch import nn
 
 from alstlib import SPContext, reference
 from alstlib.kernels.spans import Offsets
@@ -22,8 +22,6 @@ from alstlib.ulysses.alltoall import Exchange
 KEYS, VALUES = 3, 4
 TOLERANCE = 1e-11
 
-Case = tuple[int, int, Sequence[int] | None]
-"""Micro-batch rows, tokens of each, and offsets of documents."""
 CASES = {
     "whole": (2, 18, None),
     "documents inside, at and across the cuts": (1, 18, (0, 2, 6, 7, 17, 18)),
@@ -35,10 +33,7 @@ CASES = {
         2, 42, (0, 4, 9, 13, 16, 21, 25, 27, 30, 34, 39, 41, 42, 47, 52, 56, 60, 65, 70, 74, 78, 83, 84),
     ),
 }  # fmt: skip
-
-
-Inputs = tuple[list[Tensor], list[Tensor]]
-"""Of each token, and further ones."""
+"""Micro-batch rows, tokens of each, and offsets of documents."""
 
 
 def gated_inputs(batch, length, heads, groups):
@@ -105,7 +100,7 @@ RULES = {
         ), (2, 2),
     ),
 }  # fmt: skip
-"""Inputs, the oracle, the recurrence, and its heads and groups."""
+"""Inputs (of each token, and further ones), the oracle, the recurrence, and its heads and groups."""
 
 
 def convolution_of(filters):
@@ -124,10 +119,10 @@ def summed(got, count, world):
 def on_rank(
     rank, world, name, case, sizes = None, frozen = None,
     chunk = None, filtered = 0, again = False,
-    ways = (pass_state,),
+    ways = (pass_state,), tolerance = TOLERANCE,
 ):  # fmt: skip
-    """This rank's part, by each way, against the oracle on the whole sequence and against the first way; and the bytes
-    that it sends in a pass without gradients, and then with them.
+    """This rank's part, by each way, is that of the oracle on the whole sequence and of the first way; returns, for
+    each way, the bytes that it sends in a pass without gradients, and then with them.
 
     Args:
         sizes: heads and groups.
@@ -167,8 +162,7 @@ def on_rank(
     want = gradients(oracle, whole, dout)
     own = torch.cat([p.chunk(world)[rank] for p in torch.arange(length).split(world * chunk if chunk else length)])
     mine = [leaf(t[:, own], needs=t.requires_grad) for t in whole[:count]] + whole[count:]
-    group, found = SPContext.create(world).sp_group, []
-    result = {"sent": [], "error": 0.0}
+    group, found, bytes_sent = SPContext.create(world).sp_group, [], []
     for way in ways:
         exchange, known = Exchange(group), [{}, {}] if again else [None, None]
         with nan_memory(), torch.no_grad():
@@ -176,17 +170,12 @@ def on_rank(
         sent = exchange.bytes_sent
         with nan_memory():
             got = gradients(functools.partial(over, way, exchange, known), mine, dout[:, own])
-        result["sent"].append((sent, exchange.bytes_sent - sent))
+        bytes_sent.append((sent, exchange.bytes_sent - sent))
         found.append(summed(got, count + 1, world))
         oracles = [None if t is None else t[:, own] for t in want[: count + 1]] + list(want[count + 1 :])
         errors = worst([first], [got[0]]), worst(got, oracles, want), worst(got, found[0], want)
-        result["error"] = max(result["error"], *errors)
-    return result
-
-
-def everywhere(pools, world, fn, *args, **how):
-    run = functools.partial(fn, **how)
-    return [run(0, 1, *args)] if world == 1 else pools(world)(run, *args)
+        assert max(errors) < tolerance, (way, errors)
+    return bytes_sent
 
 
 CHUNKED = {
@@ -204,28 +193,23 @@ IN_CHUNKS = {
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("case, chunk", IN_CHUNKS.values(), ids=IN_CHUNKS)
-@pytest.mark.parametrize(("name", "width"), [*((name, 0) for name in RULES), *(("Mamba-2", n) for n in (1, 2, 4, 7))])
+@pytest.mark.parametrize("name, width", [*((name, 0) for name in RULES), *(("Mamba-2", n) for n in (1, 2, 4, 7))])
 def test_a_state_goes_through_all_ranks(pools, name, width, case, chunk, world):
     """By itself, and after a convolution of so many tokens, which sees those of earlier ranks."""
-    for rank, result in enumerate(everywhere(pools, world, on_rank, name, case, chunk=chunk, filtered=width)):
-        assert result["error"] < TOLERANCE, (rank, result)
+    on_ranks(pools, world, on_rank, name, case, chunk=chunk, filtered=width)
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_gradients_that_nobody_needs_are_not_made(pools, name):
     for frozen in range(3):
-        case = CASES["documents inside, at and across the cuts"]
-        for result in everywhere(pools, 3, on_rank, name, case, frozen=frozen):
-            assert result["error"] < TOLERANCE, (frozen, result)
+        on_ranks(pools, 3, on_rank, name, CASES["documents inside, at and across the cuts"], frozen=frozen)
 
 
 @pytest.mark.parametrize("case", ["whole", "documents inside, at and across the cuts"])
 @pytest.mark.parametrize("name", RULES)
 def test_a_recompute_exchanges_only_gradients(pools, name, case):
-    kept, plain = (everywhere(pools, 3, on_rank, name, CASES[case], filtered=4, again=again) for again in (True, False))
-    for result, other in zip(kept, plain):
-        assert result["error"] < TOLERANCE, result
-        ((first, again),), ((_, whole),) = result["sent"], other["sent"]
+    kept, plain = (on_ranks(pools, 3, on_rank, name, CASES[case], filtered=4, again=again) for again in (True, False))
+    for ((first, again),), ((_, whole),) in zip(kept, plain):
         assert first + again == whole
         assert 0 < again <= first
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import batch, make_model, train
+from cases import attach, batch, make_model, train
 from operators import counted, gradients, randn, worst
 from test_ledger import OPTIONS as MORE_OPTIONS
 from torch import Tensor, nn
@@ -127,7 +127,7 @@ def test_no_slab_is_made_after_the_longest_sample():
     """Whatever lengths follow: pinning slabs anew takes longer than the copies."""
     lengths = torch.randint(9, 60, (15,), generator=torch.Generator().manual_seed(0)).tolist()
     for how in ({}, {"chunk": 8, "on_host": "none"}, {"chunk": 8, "on_host": "hidden+kv"}):
-        with alstlib.apply(make_model("gqa"), None, alstlib.Options(**how, offload="sync")) as handle:
+        with attach(make_model(), **how, offload="sync") as handle:
             train(handle.model, batch(60))
             with counted(host_store._Slab, "__init__") as made:
                 for length in lengths:
@@ -177,7 +177,7 @@ OPTIONS = {**MORE_OPTIONS, "eager": {**MORE_OPTIONS["sync"], "attention": "eager
 def test_no_reference_cycle_keeps_a_step_alive(kind, options):
     """With the garbage collector off, a step leaves its gradients and nothing else, and no slab in use."""
     model = make_model(kind)
-    with alstlib.apply(model, None, alstlib.Options(**OPTIONS[options])) as handle:
+    with attach(model, **OPTIONS[options]) as handle:
         data = batch(256)
         train(model, data)  # what is made once (caches) is made here
         model.zero_grad()
@@ -232,7 +232,7 @@ def test_pinned_slabs_wait_before_they_go(monkeypatch):
 def test_tensors_come_back_with_their_strides(mode):
     """An attention output is a permuted view: kernels that are built for a layout meet the same one again. What has
     gaps, or rows that share memory, is stored without. It may be overwritten once it is kept."""
-    store = HostStore(mode)  # type: ignore[arg-type]
+    store = HostStore(mode)
     strides = [
         (torch.randn(1, 5, 3, 4).transpose(1, 2), None), (torch.randn(2, 5, 4), None),
         (torch.randn(3, 2, 4, 5).permute(3, 1, 0, 2), None), (torch.randn(6, 4)[:, None].transpose(0, 1), None),

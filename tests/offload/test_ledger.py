@@ -5,11 +5,10 @@ import gc
 
 import pytest
 import torch
-from cases import batch, check_step, make_model, step, train
+from cases import attach, batch, check_step, make_model, step, train
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-import alstlib
 from alstlib.offload.host_store import HostStore
 from alstlib.offload.ledger import DeviceOutOfMemory, Ledger, ran_out, storage_bytes
 
@@ -40,7 +39,7 @@ def profiled_peak(step):
     """Peak of the live bytes over those at the start, from PyTorch's own allocation events."""
     with profile(profile_memory=True, activities=[ProfilerActivity.CPU]) as found:
         step()
-    events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
+    events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
     live = peak = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
         live += event.nbytes()
@@ -50,7 +49,7 @@ def profiled_peak(step):
 
 def measured(handle, step, **kwargs):
     with Ledger(stores=[handle.store], **kwargs) as ledger:
-        ledger.before = ledger.device_bytes  # type: ignore[attr-defined]
+        ledger.before = ledger.device_bytes
         step()
     return ledger
 
@@ -62,9 +61,9 @@ def test_reading_is_pytorchs_own_within_a_percent(options):
     its MLP's tiles to outweigh the workspace of CPU attention, which is inside an operator."""
     length, width = 900, 128
     shape = {**SHAPE, "hidden_size": width, "intermediate_size": 6 * width}
-    model, data = make_model("gqa", **shape), batch(length, vocab=512)
+    model, data = make_model(**shape), batch(length, vocab=512)
     options = {name: 512 if value == 128 else value for name, value in options.items()}
-    with alstlib.apply(model, None, alstlib.Options(**options)) as handle:
+    with attach(model, **options) as handle:
         step = functools.partial(train, model, data)
         step()
         model.zero_grad()
@@ -73,7 +72,7 @@ def test_reading_is_pytorchs_own_within_a_percent(options):
         gc.collect()
         want = profiled_peak(step)
         assert want > 8 * MIB
-        assert ledger.device_peak - ledger.before == pytest.approx(want, rel=0.01)  # type: ignore[attr-defined]
+        assert ledger.device_peak - ledger.before == pytest.approx(want, rel=0.01)
         inputs, outputs = 2 * length * width * 4, 2 * length * (width + 4) * 4
         kept = {"sync": inputs, True: inputs + outputs}.get(options.get("offload", False), 0)
         assert ledger.host_peak == handle.store.nbytes == kept
@@ -176,8 +175,8 @@ def test_what_is_computed_on_the_host_stays_there():
 
 def test_budget_stops_a_run_and_a_shorter_one_goes_on():
     """As on a GPU: the step fails at the operation that goes beyond, and its memory comes back."""
-    model = make_model("gqa", **SHAPE)
-    with alstlib.apply(model, None, alstlib.Options(**OPTIONS["nothing"])) as handle:
+    model = make_model(**SHAPE)
+    with attach(model, **OPTIONS["nothing"]) as handle:
         want = step(model, batch(512, vocab=512))
         with Ledger(stores=[handle.store]) as ledger:
             train(model, batch(512, vocab=512))
@@ -205,8 +204,8 @@ def test_budget_holds_from_start_and_not_after_close():
 
 
 def test_curve_and_peak_agree():
-    model = make_model("gqa", **SHAPE)
-    with alstlib.apply(model, None, alstlib.Options(**OPTIONS["sync"])), Ledger(record=True) as ledger:
+    model = make_model(**SHAPE)
+    with attach(model, **OPTIONS["sync"]), Ledger(record=True) as ledger:
         train(model, batch(512, vocab=512))
         assert max(ledger.curve) == ledger.device_peak
         assert ledger.curve[-1] == ledger.device_bytes

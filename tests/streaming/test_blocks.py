@@ -10,7 +10,7 @@ LENGTH, BLOCK, LAYERS, HEADS, KV, WIDTH = 14, 4, 2, 4, 2, 8
 
 @pytest.mark.parametrize("save", [False, True])
 @pytest.mark.parametrize(
-    ("window", "documents", "kept", "visits"),
+    "window, documents, kept, visits",
     [(None, (), 12, 4 * (3 + 2 + 1)), (3, (), 2 * 3, 2 * 3), (1, (), 0, 0), (None, (4, 4, 4, 2), 0, 0),
      (4, (3, 3, 5, 3), 1 + 2 + 1, 1 + 2 + 1)],
     ids=str,

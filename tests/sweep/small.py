@@ -1,8 +1,11 @@
 """A small model of every type that transformers' AutoModelForCausalLM knows: the type's own config, shrunk as `alst
 verify` does (`alstlib.measure.small`), with few heads. What a type needs besides is in `ALSO`."""
 
+from pathlib import Path
+
 import torch
 import transformers
+import yaml
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from alstlib.measure.small import HEADS, WIDTHS, build, first_of_each, kinds_in_lists, named, shrunk
@@ -20,43 +23,7 @@ SIZES = {
     "tie_word_embeddings": False, "is_decoder": True, "add_cross_attention": False,
 }  # fmt: skip
 """Value of a field where a config has it, besides those of `alst verify`."""
-TWO_EACH = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
-ONE_EACH = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
-CONVOLUTIONS = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
-WIDER = {"global_head_dim": 16}
-INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
-           "indexer_compress_ratio": 2, "ngram_vocab_size_base": 50}  # fmt: skip
-ALSO = {
-    "bailing_hybrid": {"num_hidden_layers": 3, "layer_types": ["linear_attention"] * 2 + ["full_attention"],
-                       "mlp_layer_types": ["dense", "sparse", "sparse"]},
-    "bamba": {"attn_layer_indices": [1]},
-    "blt": {"encoder_hash_byte_group_vocab": 50},
-    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default",
-                            "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}},
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 2.0}},
-    "dots3_note": {"text_config": {"num_key_value_heads": 4}},
-    "dots3_note_text": {"num_key_value_heads": 4},
-    "gemma3n_text": {**TWO_EACH, "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.5, 0.0] * 2},
-    "gemma4_text": WIDER, "gemma4_unified_text": WIDER, "gemma4": {"text_config": WIDER},
-    "gemma4_unified": {"text_config": WIDER},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"]},
-    "granitemoehybrid": ONE_EACH,
-    "jamba": {"num_hidden_layers": 4, "attn_layer_period": 3, "attn_layer_offset": 1},
-    "lfm2": {**CONVOLUTIONS, "block_multiple_of": 8}, "lfm2_moe": CONVOLUTIONS,
-    "mamba2": {"head_dim": 16, "n_groups": 2, "chunk_size": 4},
-    "minimax": {"block_size": 4},
-    "nemotron_h": {"n_groups": 2, "chunk_size": 4},
-    "recurrent_gemma": {"num_hidden_layers": 3},
-    "reformer": {"axial_pos_shape": (4, 8), "axial_pos_embds_dim": (16, 16), "attn_layers": ["local", "lsh"],
-                 "local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4, "num_buckets": 2},
-    "roc_bert": {"pronunciation_vocab_size": 96, "shape_vocab_size": 96, "pronunciation_embed_dim": 8,
-                 "shape_embed_dim": 8},
-    "xmod": {"default_language": "en_XX"},
-    "zamba": {"attention_head_dim": 16, "attention_hidden_size": 64, "n_mamba_heads": 2},
-    "zamba2": {"attention_head_dim": 16, "attention_hidden_size": 64, "chunk_size": 4},
-    "zaya": {"num_experts_per_tok": 1},
-    "qwen4_exp_text": INDEXER, "qwen4_exp": {"text_config": INDEXER},
-}  # fmt: skip
+ALSO = yaml.safe_load(Path(__file__).with_name("also.yaml").read_text())
 """What a type needs besides: further fields, or those of a config inside its own."""
 
 

@@ -1,11 +1,23 @@
 """The tiled loss and head against the untiled cross-entropy: any tile, any labels, any upstream gradient."""
 
 import functools
-from collections.abc import Callable
 
 import pytest
 import torch
-from operators import agree, error_of, gradients, leaf, of_module, randn, randomised, strided, worst
+from operators import (
+    DTYPES,
+    LAYOUTS,
+    agree,
+    error_of,
+    gradients,
+    leaf,
+    logps_of,
+    of_module,
+    randn,
+    randomised,
+    strided,
+    worst,
+)
 from torch import Tensor, nn
 
 from alstlib import reference
@@ -40,12 +52,12 @@ def inputs_of(*shape, bias=False, layout=Tensor.clone):
     return [t.requires_grad_() for t in tensors]
 
 
-Kind = tuple[Callable[..., Tensor], Callable[..., Tensor], dict[str, float]]
 LOSS = (reference.logits_loss, tiled_logits_loss, {})
 LOGPS = (reference.token_logps, functools.partial(tiled_logits_loss, temperature=1.0), {})
 BOTH = pytest.mark.parametrize("kind", [LOSS, LOGPS], ids=["loss", "logps"])
 """The oracle and the operator: the loss, and the log-probability of each label."""
 PLAIN, ALL = TRANSFORMS["plain"], TRANSFORMS["both"]
+TRANSFORMED = pytest.mark.parametrize("transform", [PLAIN, ALL], ids=["plain", "both"])
 
 
 def oracle(labels, transform=PLAIN, kind=LOSS):
@@ -71,8 +83,8 @@ def upstream_of(kind, labels, scale=0.25):
     return upstream
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("layout", [Tensor.clone, strided], ids=["contiguous", "strided"])
+@DTYPES
+@LAYOUTS
 @pytest.mark.parametrize("tile", [1, 4, 12, 13, 64, None])
 @pytest.mark.parametrize("shape", [(1, 0), (1, 1), (1, 13), (2, 7), (13,)], ids=str)
 @BOTH
@@ -110,7 +122,7 @@ def test_a_second_backward(kind):
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-@pytest.mark.parametrize("transform", [PLAIN, ALL], ids=["plain", "both"])
+@TRANSFORMED
 @BOTH
 def test_bf16_does_not_lose_with_the_number_of_tiles(kind, transform, device):
     """The weight's gradient over 64 tiles is as good as that of one product."""
@@ -126,7 +138,7 @@ def test_bf16_does_not_lose_with_the_number_of_tiles(kind, transform, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("transform", [PLAIN, ALL], ids=["plain", "both"])
+@TRANSFORMED
 @BOTH
 def test_gpu_bf16(kind, transform):
     test_bf16_does_not_lose_with_the_number_of_tiles(kind, transform, "cuda")
@@ -224,19 +236,19 @@ class PlainHead(nn.Module):
         self.head, self.transform = head, transform
 
     def forward(self, hidden, labels, temperature=None):
-        logits = self.transform(self.head(hidden)) / (temperature or 1.0)
-        logps = logits.log_softmax(-1).gather(-1, labels.clamp_min(0)[..., None])[..., 0] * (labels != -100)
+        logps = logps_of(self.transform(self.head(hidden)) / (temperature or 1.0), labels)
         return -logps.sum() if temperature is None else logps
 
 
 HEADS = {"linear": linear, "linear with bias": lambda: linear(True), "deep": Deep, "lora": lora}
+ANY_HEAD = pytest.mark.parametrize("make", HEADS.values(), ids=HEADS)
 
 
 @pytest.mark.parametrize("temperature", [None, 0.7])
 @pytest.mark.parametrize("frozen", ["", "body", "head"])
 @pytest.mark.parametrize("tile", [1, 4, None])
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-@pytest.mark.parametrize("make", HEADS.values(), ids=HEADS)
+@ANY_HEAD
 def test_head_is_untiled(make, transform, tile, frozen, temperature):
     """The loss or log-probabilities of any head, and its statistics, which change nothing. Of a LoRA head, too, each
     trained weight gets its gradient, and the frozen ones get none (defect 5). A frozen body (hidden needs no gradient)
@@ -258,7 +270,7 @@ def test_head_is_untiled(make, transform, tile, frozen, temperature):
     assert torch.equal(found.correct, correct)
 
 
-@pytest.mark.parametrize("make", HEADS.values(), ids=HEADS)
+@ANY_HEAD
 def test_head_without_labels_gives_logits(make):
     head, hidden = make(), randn(2, 13, WIDTH)
     assert torch.equal(TiledHead(head, 4, ALL)(hidden), head(hidden))  # the transform is the model's, which still runs
@@ -307,4 +319,4 @@ def test_statistics_take_no_product_and_less_than_a_tile():
 def test_all_labels_masked_is_exactly_zero(head):
     module = TiledHead(HEADS[head](), 4, ALL)
     got = of_module(module, randn(2, 13, WIDTH).requires_grad_(), number(3.0), torch.full((2, 13), -100))
-    assert not any(g.any() for g in got)  # type: ignore[union-attr]
+    assert not any(g.any() for g in got)

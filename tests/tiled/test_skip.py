@@ -1,29 +1,20 @@
 """MLP outputs that a recompute skips: what is found unread is, and a norm's work done in the MLP's tiles is exact."""
 
-from __future__ import annotations
-
 import copy
-from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import zoo
-from cases import batch, make_model, plain_step, step, worst_error
-from torch import Tensor, nn
+from cases import attach, batch, make_model, mlp_tokens, plain_step, step, worst_error
+from torch import nn
 from torch.nn import functional as F
 from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
-
-import alstlib
 
 LENGTH = 20
 
 
 class Layer(Gemma2DecoderLayer):
     """Gemma's layer, with its last lines open: `finish` is what it does with the MLP's output m."""
-
-    finish: Callable[[Any, Tensor], Tensor]
 
     def forward(self, hidden_states, **kwargs):
         out, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
@@ -86,14 +77,12 @@ def open_model(finish, p=0.0):
 
 def steps(model, options, count=2):
     """Gradients of each step, and the MLP's forwards for each layer in the last one."""
-    tokens, grads = Counter[str](), []
-    for layer in model.model.layers:
-        layer.mlp.register_forward_hook(lambda module, args, out: tokens.update({"mlp": out.shape[1]}))
-    with alstlib.apply(model, None, alstlib.Options(**options)):
+    tokens, grads = mlp_tokens(model), []
+    with attach(model, **options):
         for _ in range(count):
-            tokens.clear()
+            tokens[:] = [0] * len(tokens)
             grads.append(step(model, batch(), seed=7)[1])
-    return grads, tokens["mlp"] / LENGTH / len(model.model.layers)
+    return grads, sum(tokens) / LENGTH / len(tokens)
 
 
 PLAIN = {"tiles": {"loss": True, "norm": True}, "checkpoint": False}

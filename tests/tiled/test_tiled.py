@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from operators import EXACT, agree, error_of, leaf, peak_of_step, randn, randomised, strided, worst
+from operators import DTYPES, EXACT, LAYOUTS, agree, error_of, leaf, peak_of_step, randn, randomised, worst
 from operators import of_module as run
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from transformers import GPT2Config, LlamaConfig
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
@@ -53,12 +53,10 @@ def number_of_each(x, *params):
 # ----- the function
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("layout", [Tensor.clone, strided], ids=["contiguous", "strided"])
+@DTYPES
+@LAYOUTS
 @pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize(
-    ("rows", "tile"), [(1, 1), (1, 4), (7, 1), (7, 3), (13, 4), (13, 6), (13, 12), (13, 13), (8, 4)]
-)
+@pytest.mark.parametrize("rows, tile", [(1, 1), (1, 4), (7, 1), (7, 3), (13, 4), (13, 6), (13, 12), (13, 13), (8, 4)])
 def test_tiled_is_untiled(rows, tile, batch, layout, dtype):
     """Odd lengths, one-token tails, an upstream gradient that is not 1."""
     x = layout(randn(batch, rows, WIDTH)).requires_grad_()
@@ -88,7 +86,7 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("tile", [1, 2, 3, 5])
-@pytest.mark.parametrize(("fn", "inputs", "shape"), FUNCTIONS.values(), ids=FUNCTIONS)
+@pytest.mark.parametrize("fn, inputs, shape", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_functions(fn, inputs, shape, tile):
     upstream = randn(*shape, seed=1)
     before = upstream.clone()
@@ -173,33 +171,14 @@ def lora(dropout=0.0):
     return mlp
 
 
-class Block(nn.Module):
-    """Owns an MLP, as a decoder layer does."""
-
-    def __init__(self, mlp):
-        super().__init__()
-        self.mlp = mlp
-        self.norm = nn.LayerNorm(WIDTH, dtype=torch.float64)
-
-    def forward(self, x):
-        return x + self.mlp(self.norm(x))
-
-
 X, UPSTREAM = randn(2, 13, WIDTH).requires_grad_(), randn(2, 13, WIDTH, seed=1)
-
-
-def alike(module, plain, x=X, upstream=UPSTREAM):
-    """Output and gradients of a module, which are those of the plain one."""
-    got = run(module, x, upstream)
-    assert worst(got, run(plain, x, upstream)) < 1e-12
-    return got
 
 
 MLPS = {"llama": llama, "gpt2": gpt2, "lora": lora}
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("layout", [Tensor.clone, strided], ids=["contiguous", "strided"])
+@DTYPES
+@LAYOUTS
 @pytest.mark.parametrize("tile", [1, 4, 12, 100, None])
 @pytest.mark.parametrize("make", MLPS.values(), ids=MLPS)
 def test_mlp_is_untiled(make, tile, layout, dtype):
@@ -219,15 +198,6 @@ def test_zero3s_hooks_see_an_input_that_needs_a_gradient():
         with torch.no_grad():
             mlp(randn(1, 7, WIDTH))
     assert seen == [True, False, False, False]
-
-
-def test_adapters_that_are_put_in_after_tiling():
-    """Defect 5: LoRA weights inside are missed. Of adapters put in before, `test_mlp_is_untiled` has the gradients."""
-    from peft import LoraConfig, inject_adapter_in_model
-
-    after = Block(TiledMLP(llama(), 4))
-    inject_adapter_in_model(LoraConfig(r=2, target_modules=["gate_proj", "down_proj"]), after)
-    alike(randomised(after.mlp, 0.5), lora())
 
 
 class Masked(nn.Module):
@@ -268,25 +238,10 @@ def test_bf16_weight_gradients_do_not_lose_with_the_number_of_tiles():
     untiled = run(copy.deepcopy(module), x, upstream)
     in_tiles = run(TiledMLP(module, rows // tiles), x, upstream)
     for got, plain_bf16, exact in zip(in_tiles[2:], untiled[2:], want[2:]):
-        assert got.dtype == torch.bfloat16  # type: ignore[union-attr]
+        assert got.dtype == torch.bfloat16
         ours, theirs = worst([got], [exact]), worst([plain_bf16], [exact])
         assert ours <= 1.5 * theirs, (ours, theirs)
         assert ours < 0.01
-
-
-def test_names_and_state_stay_and_a_copy_is_a_model_of_its_own():
-    block, other, x = Block(gpt2()), Block(gpt2()), leaf(randn(1, 7, WIDTH), needs=True)
-    before = block(x)
-    block.mlp = TiledMLP(block.mlp, 4)
-    assert list(block.state_dict()) == list(other.state_dict())
-    twin = copy.deepcopy(block)
-    for copied in (twin, other):
-        copied.load_state_dict({k: v * 2 for k, v in block.state_dict().items()})
-    alike(twin, other, x, torch.ones_like(x))
-    assert worst([block(x)], [before]) < 1e-12
-    block.mlp.c_proj.weight = nn.Parameter(torch.zeros(10, WIDTH, dtype=torch.float64))
-    assert torch.equal(block.mlp(x)[0, 0], block.mlp.c_proj.bias), "a weight put in later is the one that is used"
-    assert block.float()(x.float()).dtype == torch.float32
 
 
 def test_skip_of_an_mlp_unless_it_draws():
@@ -295,8 +250,8 @@ def test_skip_of_an_mlp_unless_it_draws():
     want = run(mlp, X, UPSTREAM)
     with entered(Pass(skip=True)):
         got = run(mlp, X, UPSTREAM)
-    assert not got[0].any()  # type: ignore[union-attr]
-    assert got[0].untyped_storage().nbytes() == 8, "one zero stands for all"  # type: ignore[union-attr]
+    assert not got[0].any()
+    assert got[0].untyped_storage().nbytes() == 8, "one zero stands for all"
     assert worst(got[1:], want[1:]) < 1e-12
     mlp, first = TiledMLP(gpt2(dropout=0.5), 4), Pass()
     with entered(first):
@@ -305,20 +260,6 @@ def test_skip_of_an_mlp_unless_it_draws():
     for drew, runs in ((first.drew, True), (set(), False)):
         with entered(Pass(drew=drew, skip=True)):
             assert mlp.train(runs)(X).any() == runs
-
-
-def test_a_backward_runs_in_the_mode_of_its_forward():
-    """Modes that are switched between forward and backward matter to neither, and stay as they were switched."""
-    for wrap in (lambda mlp: TiledMLP(mlp, 4), lambda mlp: mlp):
-        grads = []
-        for later in (True, False):
-            mlp = wrap(gpt2(dropout=0.5)).train()
-            torch.manual_seed(0)
-            out = mlp(X)
-            mlp.train(later)
-            grads.append(torch.autograd.grad(out.square().sum(), X)[0])
-            assert {m.training for m in mlp.modules()} == {later}
-        assert torch.equal(*grads)
 
 
 def test_memory_is_a_tile():

@@ -47,7 +47,7 @@ def train_and_save(rank, world, kind, folder, tied):
     fields = {"zero_stage": stage, "offload_optimizer": False, "learning_rate": 1e-2, "dtype": "fp32"}
     ctx, model = alstlib.SPContext.create(2), make_model(tie_word_embeddings=tied)
     handle = alstlib.apply(model, ctx, alstlib.Options(tiles={"mlp": 5, "loss": 7, "norm": True}, offload=True))
-    engine = wrap(model, kind, world, RunConfig.from_dict(by_own_names(fields)))
+    engine = wrap(model, kind, RunConfig.from_dict(by_own_names(fields)))
     plain = None if kind.startswith("zero") else torch.optim.AdamW(model.parameters(), lr=1e-2)
     for batch in SPDataLoader(make_samples(2), ctx, replicated=True):
         loss = alstlib.causal_lm_loss(engine, batch).loss

@@ -3,22 +3,23 @@
 import importlib.metadata
 
 import pytest
-from cases import make_model
-from trainers import SETTINGS, made_of
+from cases import check_refused, make_model
+from trainers import SETTINGS, as_one_process, made_of
 from transformers import Trainer
 from trl import DPOConfig, DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
-from trl_runs import as_one_process, dataset, mixture, tokenizer
+from trl_runs import dataset, mixture, tokenizer
 
 import alstlib
 
-PAIRS = {"what": "pairs", "reference": True}
+ALONE = {"trainer": "DPO", "what": "pairs"}
+PAIRS = {**ALONE, "reference": True}
 EVALUATED = {"evaluate": True, "eval_strategy": "steps", "eval_steps": 4}
 MIXED = {"loss_type": ["sigmoid", "ipo", "sft", "robust"], "label_smoothing": 0.1, "ld_alpha": 0.5}
 CASES = {
     "a reference model": ("ddp", {**PAIRS, **EVALUATED}),
-    "LoRA": ("ddp", {"what": "pairs", "lora": True, **EVALUATED}),
+    "LoRA": ("ddp", {**ALONE, "lora": True, **EVALUATED}),
     "several losses": ("ddp", {**PAIRS, **MIXED}),
-    "ZeRO-2, LoRA": ("zero2", {"what": "pairs", "lora": True, **EVALUATED}),
+    "ZeRO-2, LoRA": ("zero2", {**ALONE, "lora": True, **EVALUATED}),
     "ZeRO-3": ("zero3", {**PAIRS, **EVALUATED}),
     "FSDP2": ("fsdp2", {**PAIRS, **EVALUATED}),
 }
@@ -29,7 +30,7 @@ def test_two_ranks_train_as_one_process(ranks2, case):
     """8 steps of two micro-batches of two pairs of unequal lengths: all that is logged, and the weights."""
     engine, settings = CASES[case]
     chunks = {"options": {"chunk": 3}} if case == "several losses" else {}
-    found = as_one_process(ranks2, "DPO", settings, engine, **chunks)
+    _, found = as_one_process(ranks2, settings, engine, **chunks)
     assert {"rewards/margins", "logps/chosen", "logits/rejected", "entropy", "num_tokens"} <= found
 
 
@@ -38,14 +39,14 @@ def test_replicas_of_groups_train_as_one_process(pools):
     settings = {**PAIRS, "count": 8, "max_steps": 4}
     without = ("entropy", "mean_token_accuracy", "logits/chosen", "logits/rejected")
     # means over tokens: of all replicas' at once, and of each micro-batch's
-    as_one_process(pools(4), "DPO", settings, without=without, sp=2, gradient_accumulation_steps=1)
+    as_one_process(pools(4), settings, without=without, sp=2, gradient_accumulation_steps=1)
 
 
 def test_a_reference_computed_before_training(ranks2, tmp_path):
     """By both ranks, in slices, against a reference model that stays."""
     for count in (24, 7):
         dataset("pairs", count).save_to_disk(tmp_path / f"pairs-{count}")
-    as_one_process(ranks2, "DPO", {**PAIRS, **EVALUATED}, precompute_ref_log_probs=True, folder=str(tmp_path))
+    as_one_process(ranks2, {**PAIRS, **EVALUATED}, precompute_ref_log_probs=True, data=str(tmp_path))
 
 
 # ----- wrong use
@@ -62,7 +63,7 @@ def build(cls=SPDPO, settings=None, **kwargs):
 
 
 @pytest.mark.parametrize(
-    ("settings", "more", "message"),
+    "settings, more, message",
     [
         ({"use_weighting": True}, {}, "use_weighting=True cannot be used with DPOTrainerMixin"),
         ({"f_divergence_type": "alpha_divergence"}, {}, "use 'reverse_kl'"),
@@ -76,8 +77,7 @@ def build(cls=SPDPO, settings=None, **kwargs):
 )
 @pytest.mark.usefixtures("here")
 def test_arguments_that_are_refused(settings, more, message):
-    with pytest.raises(ValueError, match=message):
-        build(settings=settings, **{name: make() for name, make in more.items()})
+    check_refused(message, build, settings=settings, **{name: make() for name, make in more.items()})
 
 
 @pytest.mark.usefixtures("here")
@@ -85,18 +85,16 @@ def test_an_older_trl_is_refused(monkeypatch):
     """Its DPOTrainer computes log-probabilities from logits by itself."""
     installed = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.14.0" if name == "trl" else installed(name))
-    with pytest.raises(ValueError, match=r"of trl 1\.15 or newer .* \(1\.14\.0 is installed\)"):
-        build()
+    check_refused(r"of trl 1\.15 or newer .* \(1\.14\.0 is installed\)", build)
 
 
 @pytest.mark.usefixtures("here")
 def test_logits_are_refused():
-    with pytest.raises(ValueError, match=r"returns no logits: call evaluate\(\)"):
-        build().predict(build().train_dataset)
+    check_refused(r"returns no logits: call evaluate\(\)", build().predict, build().train_dataset)
 
 
 @pytest.mark.parametrize(
-    ("mixin", "behind", "message"),
+    "mixin, behind, message",
     [
         (alstlib.TrainerMixin, DPOTrainer, "DPOTrainer has its own .*put alstlib.DPOTrainerMixin before it"),
         *((alstlib.TrainerMixin, other, f"{other.__name__} has its own .*compute it from alstlib.token_logps")
@@ -106,5 +104,4 @@ def test_logits_are_refused():
     ],
 )  # fmt: skip
 def test_trainers_that_are_refused(mixin, behind, message):
-    with pytest.raises(ValueError, match=message):
-        type("Mine", (mixin, behind), {})()
+    check_refused(message, type("Mine", (mixin, behind), {}))

@@ -1,18 +1,17 @@
 """TrainerMixin before TRL's SFTTrainer: what the plain one logs and trains in one process."""
 
-import json
 from pathlib import Path
 
 import pytest
-from cases import make_model
-from trainers import SETTINGS, STEPS, accelerate_here
+from cases import check_refused, make_model
+from trainers import SETTINGS, STEPS, accelerate_here, as_one_process, check_runs, plain, run
 from transformers import AutoModelForCausalLM
 from trl import SFTConfig, SFTTrainer
-from trl_runs import as_one_process, check_runs, dataset, plain, run, tokenizer
+from trl_runs import dataset, mixture, tokenizer
 
 import alstlib
 
-EVALUATED = {"max_steps": STEPS, "evaluate": True, "eval_strategy": "steps", "eval_steps": 5}
+EVALUATED = {"trainer": "SFT", "max_steps": STEPS, "evaluate": True, "eval_strategy": "steps", "eval_steps": 5}
 PACKING = {"what": "text", "packing": True, "max_length": 32, "count": 60, **EVALUATED}
 CHAT = {"what": "chat", "assistant_only_loss": True, "lora": True, **EVALUATED}
 QWEN = {**PACKING, "kind": "qwen3", "lora": True}
@@ -21,7 +20,7 @@ CASES = {
     "padding_free": {"what": "completion", "padding_free": True, "max_length": None, **EVALUATED},
     "chat, LoRA": CHAT,
     "dft": {"what": "completion", "loss_type": "dft", **EVALUATED},
-    "a mixture of experts": {"what": "text", "kind": "mixture", "router_aux_loss_coef": 0.3, **EVALUATED},
+    "a mixture of experts": {"what": "text", "kind": mixture(), "router_aux_loss_coef": 0.3, **EVALUATED},
 }
 ENGINES = {
     "DDP, packing": ("ddp", PACKING),
@@ -34,7 +33,7 @@ ENGINES = {
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_train_as_one_process(ranks2, case):
     """20 steps of two micro-batches of two samples of unequal lengths: all that is logged, and the weights."""
-    found = as_one_process(ranks2, "SFT", CASES[case])
+    _, found = as_one_process(ranks2, CASES[case])
     assert {"entropy", "mean_token_accuracy", "num_tokens", "eval_loss", "eval_entropy"} <= found
     assert ("aux_loss" in found) == ("eval_aux_loss" in found) == (case == "a mixture of experts")
 
@@ -43,11 +42,11 @@ def test_two_ranks_train_as_one_process(ranks2, case):
 def test_engines_and_a_resume_in_the_middle_of_an_epoch(ranks2, tmp_path, case):
     """20 steps, and those after the seventh, which is in the second epoch, again from what was saved then."""
     engine, settings = ENGINES[case]
-    want, folder = plain("SFT", json.dumps(settings)), {"output_dir": str(tmp_path)}
+    want, folder = plain(settings), {"output_dir": str(tmp_path)}
     assert [1 < line["epoch"] < 2 for line in want["logs"] if line["step"] == 7] == [True]
     saving = {**settings, **folder, "save_strategy": "steps", "save_steps": 7}
-    check_runs(ranks2(run, "ours", "SFT", engine, saving), want)
-    resumed = ranks2(run, "ours", "SFT", engine, {**settings, **folder, "resume": f"{tmp_path}/checkpoint-7"})
+    check_runs(ranks2(run, "ours", engine, saving), want)
+    resumed = ranks2(run, "ours", engine, {**settings, **folder, "resume": f"{tmp_path}/checkpoint-7"})
     check_runs(resumed, want, 7, ("num_tokens", "eval_num_tokens"))  # TRL counts them from the resume on
 
 
@@ -60,8 +59,14 @@ def test_a_router_loss_that_the_model_does_not_weigh_is_refused():
     settings = {**SETTINGS, "use_cpu": True, "bf16": False, "output_dir": "unused", "router_aux_loss_coef": 0.1}
     model = make_model()
     model.config.output_router_logits = False  # as configs of mixtures have it
-    with pytest.raises(ValueError, match=r"router_aux_loss_coef=0.1 cannot .* use 0.0: the model's config has none"):
-        SPSFT(model=model, args=SFTConfig(**settings), train_dataset=dataset("text", 4), processing_class=tokenizer())
+    check_refused(
+        r"router_aux_loss_coef=0.1 cannot .* use 0.0: the model's config has none",
+        SPSFT,
+        model=model,
+        args=SFTConfig(**settings),
+        train_dataset=dataset("text", 4),
+        processing_class=tokenizer(),
+    )
 
 
 def as_printed(rank, world, code, folder):

@@ -31,7 +31,7 @@ DOCUMENTS = {
 
 
 @pytest.mark.parametrize("documents", DOCUMENTS.values(), ids=DOCUMENTS)
-@pytest.mark.parametrize(("heads", "kv", "ranks"), LAYOUTS)
+@pytest.mark.parametrize("heads, kv, ranks", LAYOUTS)
 def test_every_rank_has_the_same_work(heads, kv, ranks, documents):
     rows, areas = balance(heads, kv, ranks, 4096, documents)
     assert rows <= 1.01
@@ -39,7 +39,7 @@ def test_every_rank_has_the_same_work(heads, kv, ranks, documents):
 
 
 @pytest.mark.parametrize("documents", DOCUMENTS.values(), ids=DOCUMENTS)
-@pytest.mark.parametrize(("heads", "kv", "ranks"), LAYOUTS)
+@pytest.mark.parametrize("heads, kv, ranks", LAYOUTS)
 def test_every_row_of_every_head_is_somewhere_once(heads, kv, ranks, documents):
     length = 4096 if ranks != 5 else 4095
     documents = documents and [min(d, length) for d in documents]
