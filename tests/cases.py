@@ -6,11 +6,13 @@ import math
 import socket
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
+import yaml
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, Qwen3Config
 
@@ -25,6 +27,7 @@ from alstlib.runs import processes
 from alstlib.ulysses.head_layouts import WholeHeads
 
 VOCAB = 96
+ROOT = Path(__file__).resolve().parents[1]
 Fields = dict[str, Any]
 """Named values: of a batch, a config, or options."""
 Step = tuple[float, dict[str, Tensor]]
@@ -34,6 +37,11 @@ Step = tuple[float, dict[str, Tensor]]
 def by_own_names(fields):
     """Fields of a run that may be named without their group: `{"seq_len": 4}` for `{"data.seq_len": 4}`."""
     return {RunConfig.elsewhere().get(name, name): value for name, value in fields.items()}
+
+
+def run_with(defaults, changes):
+    """A run with the fields of a text in YAML, and with these in their place or besides them."""
+    return RunConfig.from_dict(by_own_names({**yaml.safe_load(defaults), **changes}))
 
 
 def config(kind="gqa", **overrides):
@@ -335,6 +343,11 @@ def lines_of(table, between=" -> "):
     return [tuple(cell.strip() for cell in line.split(between)) for line in table.strip().splitlines()]
 
 
+def values_of(table):
+    """The lines of such a table, with the value of each cell, which is YAML."""
+    return [tuple(map(yaml.safe_load, line)) for line in lines_of(table)]
+
+
 def make_file(path, text=""):
     """And the folders above it."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -351,6 +364,7 @@ def wait_for(condition, seconds=200):
 
 
 READS_PROC = sys.platform.startswith("linux") and sys.byteorder == "little"
+reads_proc = pytest.mark.skipif(not READS_PROC, reason="reads Linux's /proc")
 
 
 def listening(out):

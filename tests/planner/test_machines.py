@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from cases import lines_of
 from quick_steps import asked, quick  # noqa: F401
 
 from alstlib.planner import command
@@ -22,10 +23,18 @@ def plan(alst):
     return both
 
 
-@pytest.mark.parametrize("written, name", [
-    ("h100", "H100"), ("NVIDIA H100 SXM5", "H100"), ("a100 80gb", "A100"), ("A100_40GB", "A100-40GB"),
-    ("rtx-4090", "RTX4090"), ("4090", "RTX4090"), ("GeForce RTX 4090", "RTX4090"),
-])  # fmt: skip
+WRITTEN = """
+h100             -> H100
+NVIDIA H100 SXM5 -> H100
+a100 80gb        -> A100
+A100_40GB        -> A100-40GB
+rtx-4090         -> RTX4090
+4090             -> RTX4090
+GeForce RTX 4090 -> RTX4090
+"""
+
+
+@pytest.mark.parametrize("written, name", lines_of(WRITTEN))
 def test_gpus_have_the_names_that_people_write(written, name):
     assert rates_of(written) is GPUS[name]
 
@@ -36,14 +45,22 @@ def test_another_name_is_refused_with_the_nearest(written, near):
         rates_of(written)
 
 
-@pytest.mark.parametrize("driver, name", [
-    ("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H200", "H200"), ("NVIDIA GH200 480GB", "GH200"),
-    ("NVIDIA A100-SXM4-80GB", "A100"), ("NVIDIA A100-SXM4-40GB", "A100-40GB"), ("NVIDIA B200", "B200"),
-    ("NVIDIA GeForce RTX 4090", "RTX4090"), ("Tesla T4", ""),
-])  # fmt: skip
+DRIVERS = """
+NVIDIA H100 80GB HBM3   -> H100
+NVIDIA H200             -> H200
+NVIDIA GH200 480GB      -> GH200
+NVIDIA A100-SXM4-80GB   -> A100
+NVIDIA A100-SXM4-40GB   -> A100-40GB
+NVIDIA B200             -> B200
+NVIDIA GeForce RTX 4090 -> RTX4090
+Tesla T4                -> none
+"""
+
+
+@pytest.mark.parametrize("driver, name", lines_of(DRIVERS))
 def test_a_gpu_is_known_by_its_drivers_name(driver, name):
     found = rates_named(driver)
-    assert (found.name if found else "") == name
+    assert (found.name if found else "none") == name
 
 
 def test_rates_are_below_the_data_sheets():

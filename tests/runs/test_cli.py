@@ -406,15 +406,19 @@ def test_a_spec_outside_of_the_clone_runs_its_notebook(tmp_path, monkeypatch, al
     assert f"no runs below {out}" in alst("status")
 
 
+NOWHERE = """
+run {}/spec.yaml --rows good,bda -> unknown row 'bda'; did you mean 'bad'?
+status {}/no.yaml                -> no.yaml does not exist;
+run {}/loop.yaml                 -> loop.yaml does not exist; it is a symbolic link to loop.yaml
+report {}                        -> there is no result.json below
+"""
+
+
 def test_rows_that_are_not_in_the_spec_and_specs_that_do_not_exist(tmp_path, alst):
     (tmp_path / "loop.yaml").symlink_to("loop.yaml")
-    for line, says in (
-        (f"run {write_spec(tmp_path)} --rows good,bda", "unknown row 'bda'; did you mean 'bad'?"),
-        (f"status {tmp_path}/no.yaml", "no.yaml does not exist; "),
-        (f"run {tmp_path}/loop.yaml", "loop.yaml does not exist; it is a symbolic link to loop.yaml"),
-        (f"report {tmp_path}", "there is no result.json below"),
-    ):
-        assert says in alst(line, 2)
+    write_spec(tmp_path)
+    for line, says in lines_of(NOWHERE):
+        assert says in alst(line.format(tmp_path), 2)
 
 
 def test_nothing_unprintable_reaches_a_terminal(tmp_path, capsys):
