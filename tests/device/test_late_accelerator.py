@@ -323,7 +323,7 @@ def trained(rank, world, out, budget):
     from alstlib.train import ablation
 
     accelerator.install()
-    run = run_with(RUN, {"device_memory": budget, "tiles.mlp": 64, "tiles.loss": 64, "steps": 3})
+    run = run_with(RUN, {"device_memory": budget, "tiles": {"mlp": 64, "loss": 64}, "steps": 3})
 
     def load(run, dtype, where):
         """Not by `p.data = ...`, which takes a parameter to CUDA but not to this device."""

@@ -78,12 +78,6 @@ def here(monkeypatch, pools):
     monkeypatch.setattr(command, "run_on_ranks", run)
 
 
-@pytest.fixture
-def answer(alst):
-    """What programs read of `alst verify`; warnings come after it."""
-    return lambda line, status=0: json.JSONDecoder().raw_decode(alst(f"verify --json {line}", status))[0]
-
-
 EQUAL = """
 llama       -> ''                                                         -> 2 -> 1
 gemma3_text -> --set chunk=16K --set offload=sync --set on_host=hidden+kv -> 6 -> 2
@@ -94,7 +88,7 @@ qwen3_moe   -> --block 16384                                              -> 2 -
 
 @pytest.mark.parametrize("kind, options, layers, kinds", values_of(EQUAL))
 def test_models_that_are_equal(here, tmp_path, answer, kind, options, layers, kinds):
-    found, config = answer(f"{folder(tmp_path / kind, kind)} {options}"), MODELS[kind]
+    found, config = answer(f"verify {folder(tmp_path / kind, kind)} {options}"), MODELS[kind]
     cases, small = found["cases"], found["small"]
     assert found["verdict"] == "equal", found
     assert [(c["sp"], c["sample"]) for c in cases] == [(sp, s) for sp in (1, 2) for s in ("whole", "packed")]
@@ -151,7 +145,7 @@ def test_a_wrong_gradient_is_named(here, monkeypatch, answer):
         return loss, {n: g * 1.0001 if n.endswith("k_proj.weight") else g for n, g in grads.items()}
 
     monkeypatch.setattr(verify, "attached_step", wrong)
-    case = answer("tiny --sp 1", 1)["cases"][0]
+    case = answer("verify tiny --sp 1", 1)["cases"][0]
     assert (case["first"], case["reason"]) == (None, "gradient of model.layers.1.self_attn.k_proj.weight")
     assert case["gradient"] == pytest.approx(1e-4, rel=1e-3)
 
@@ -174,7 +168,7 @@ def test_what_is_refused(here, tmp_path, alst, kind, options, reason):
 
 
 def test_dropout_that_is_refused_may_be_set_to_zero(here, tmp_path, answer):
-    found = answer(f"{folder(tmp_path / 'gpt2', 'gpt2')} --sp 1 --config attn_pdrop=0")
+    found = answer(f"verify {folder(tmp_path / 'gpt2', 'gpt2')} --sp 1 --config attn_pdrop=0")
     assert found["small"]["changes"]["resid_pdrop"] == [0.1, 0.0]
 
 

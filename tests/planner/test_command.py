@@ -29,11 +29,9 @@ def plan(alst):
 
 
 @pytest.fixture
-def planned(alst):
-    """What programs read; what is computed meanwhile is said beside it."""
-    return lambda more="", status=0, of=EIGHT: json.loads(
-        alst(f"plan --json {of} {more}", status).partition("\nalst: ")[0]
-    )
+def planned(answer):
+    """What programs read."""
+    return lambda more="", status=0, of=EIGHT: answer(f"plan {of} {more}", status)
 
 
 def test_a_plan_says_what_fits_and_why_and_what_is_computed_before_it(plan):

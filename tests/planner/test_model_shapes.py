@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import lines_of, values_of
+from cases import check_refused, lines_of, values_of
 from quick_steps import quick  # noqa: F401
 from transformers import AutoModelForCausalLM
 
@@ -105,12 +105,10 @@ nothing/like/it        -> built in: tiny, small
 
 @pytest.mark.parametrize("name, says", lines_of(UNKNOWN))
 def test_an_unknown_model_is_refused_with_the_nearest(name, says):
-    with pytest.raises(ValueError, match=says):
-        find_config(name)
+    check_refused(says, find_config, name)
 
 
 @pytest.mark.parametrize("text", ["{", "[]"])
 def test_a_config_that_cannot_be_read(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ValueError, match=r"config\.json"):
-        read_shape(str(tmp_path))
+    check_refused(r"config\.json", read_shape, str(tmp_path))

@@ -7,7 +7,7 @@ import emulate
 import pytest
 import time_kernels
 import torch
-from cases import run_with, sample_of, train
+from cases import check_refused, run_with, sample_of, train
 from emulate import ballast
 
 import alstlib
@@ -96,8 +96,8 @@ def test_ballast_is_what_zero3_holds():
 
 
 def test_emulate_takes_one_rank():
-    with pytest.raises(ValueError, match=r"emulate=4 runs one real rank: engine\.world_size=2 must be 1"):
-        RunConfig(emulate=4, engine={"world_size": 2})
+    says = r"emulate=4 runs one real rank: engine\.world_size=2 must be 1"
+    check_refused(says, RunConfig, emulate=4, engine={"world_size": 2})
 
 
 def test_ligers_kernels_are_put_in_on_a_gpu(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from unittest import mock
 import psutil
 import pytest
 import torch
-from cases import lines_of, make_file, reads_proc, run_with, values_of, wait_for
+from cases import check_refused, lines_of, make_file, reads_proc, run_with, values_of, wait_for
 
 from alstlib.config import RunConfig, row_config
 from alstlib.planner import devices, preflight
@@ -278,8 +278,7 @@ def test_resolve(monkeypatch, engine, gpus, nodes, found):
     with_gpus(monkeypatch, gpus)
     run = RunConfig(engine=engine)
     if isinstance(found, str):
-        with pytest.raises(ValueError, match=found):
-            launch.resolve(run, nodes)
+        check_refused(found, launch.resolve, run, nodes)
     else:
         resolved = launch.resolve(run, nodes).engine
         assert [resolved.world_size, resolved.sp] == found
@@ -364,8 +363,7 @@ def test_a_model_that_is_not_there_starts_no_rank(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(torchrun, "start", lambda *a: pytest.fail("ranks were started"))
     for name, says in (("tinny", "built-in shapes: tiny, "), (str(tmp_path / "lama"), "does not exist")):
-        with pytest.raises(ValueError, match=says):
-            launch.launch(RunConfig(model={"name": name}), tmp_path / "out")
+        check_refused(says, launch.launch, RunConfig(model={"name": name}), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from cases import lines_of, listening, make_file, reads_proc, values_of, wait_for
+from cases import check_refused, lines_of, listening, make_file, reads_proc, values_of, wait_for
 from test_launch import PATHS, hanging, in_thread, processes_of, result_of, start, with_gpus
 
 from alstlib import sizing
@@ -77,8 +77,7 @@ IMPOSSIBLE = """
 @pytest.mark.parametrize("env, given, says", values_of(IMPOSSIBLE))
 def test_nodes_that_cannot_be(monkeypatch, env, given, says):
     with_gpus(monkeypatch, 8)
-    with pytest.raises(ValueError, match=says):
-        cluster.here(*given, env=env and {**SLURM, **env})
+    check_refused(says, cluster.here, *given, env=env and {**SLURM, **env})
 
 
 RANK_OF_NODE = """
@@ -96,17 +95,14 @@ def test_the_rank_of_a_node(env, says):
     if isinstance(says, int):
         assert torchrun.node_rank(2, env) == says
         return
-    with pytest.raises(ValueError, match=says):
-        torchrun.node_rank(2, env)
+    check_refused(says, torchrun.node_rank, 2, env)
 
 
 def test_the_heads_address_is_one_that_others_reach(monkeypatch):
     assert torchrun.free_port("127.0.0.1") > 0
-    with pytest.raises(ValueError, match=r"--head 192\.0\.2\.1: this node cannot listen there"):
-        torchrun.free_port("192.0.2.1")
+    check_refused(r"--head 192\.0\.2\.1: this node cannot listen there", torchrun.free_port, "192.0.2.1")
     monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **kw: [(2, 1, 6, "", ("127.0.1.1", 0))])
-    with pytest.raises(ValueError, match=r"n1 means 127\.0\.1\.1 on this node, which no other node can reach"):
-        torchrun.free_port("n1")
+    check_refused(r"n1 means 127\.0\.1\.1 on this node, which no other node can reach", torchrun.free_port, "n1")
 
 
 def test_a_run_ends_before_its_job(monkeypatch):

@@ -7,7 +7,7 @@ import subprocess
 import nbformat
 import pytest
 import yaml
-from cases import ROOT, lines_of
+from cases import ROOT, check_refused, lines_of
 from test_launch import papermill, result_of
 
 from alstlib.config import RunConfig, not_default, row_config, value_of
@@ -56,8 +56,7 @@ def test_what_is_given_wins_over_the_row():
     tiles = config_of("row = 'alst'; options.tiles.mlp = 64").options.tiles
     assert tiles == {"loss": True, "mlp": 64}
     assert config_of("row = 'alst'; config = {'engine': {'sp': 1}}").engine.sp == 1
-    with pytest.raises(ValueError, match=r"unknown row 'ulises'; did you mean 'ulysses'\?"):
-        config_of("row = 'ulises'")
+    check_refused(r"unknown row 'ulises'; did you mean 'ulysses'\?", config_of, "row = 'ulises'")
 
 
 UNREAD = r"""
@@ -71,8 +70,7 @@ data = 'mine.jsonl'     -> data='mine.jsonl' must be a mapping with fields of Da
 
 @pytest.mark.parametrize("source, why", lines_of(UNREAD))
 def test_a_name_that_nothing_reads_is_refused(source, why):
-    with pytest.raises(ValueError, match=why):
-        config_of(source)
+    check_refused(why, config_of, source)
 
 
 def test_there_is_no_group_of_another_name():

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import yaml
-from cases import lines_of
+from cases import check_refused, lines_of
 
 from alstlib.config import RunConfig
 from alstlib.hf import models
@@ -65,8 +65,7 @@ def test_what_is_written_is_plain_json(tmp_path):
     assert read == {"loss": [1.0, None], "tflops": {"paper": None, "model": 2.0}}
     results.write_result(path, result(seq_len=torch.tensor(7), where=tmp_path))
     assert results.read_result(path)["metrics"] == {"seq_len": 7, "where": str(tmp_path)}
-    with pytest.raises(ValueError, match="cannot be written as JSON"):
-        results.write_result(path, result(loss=[print]))
+    check_refused("cannot be written as JSON", results.write_result, path, result(loss=[print]))
     assert results.read_result(path)["metrics"]["seq_len"] == 7
 
 
@@ -109,8 +108,7 @@ metrics: {eval_steps: 7}                 -> metrics\.eval_steps.*=.*: Input shou
 @pytest.mark.parametrize("text, message", lines_of(TEXTS))
 def test_texts_that_are_no_results_are_refused(tmp_path, text, message):
     (path := tmp_path / "result.json").write_text(text)
-    with pytest.raises(ValueError, match=message):
-        results.read_result(path)
+    check_refused(message, results.read_result, path)
 
 
 @pytest.mark.parametrize("fields, message", lines_of(FIELDS))
@@ -118,11 +116,9 @@ def test_results_with_a_wrong_field_are_refused(tmp_path, fields, message):
     """By the one who writes them too. One whose metrics no run writes took the table, the page and the listing of all
     sweeps with it."""
     path, bad = tmp_path / "result.json", {**result(), **yaml.safe_load(fields)}
-    with pytest.raises(ValueError, match=message):
-        results.write_result(path, bad)
+    check_refused(message, results.write_result, path, bad)
     path.write_text(json.dumps(bad))
-    with pytest.raises(ValueError, match=message):
-        results.read_result(path)
+    check_refused(message, results.read_result, path)
 
 
 LLAMA_8B = {"dense_params": 7_504_924_672, "heads": 32, "head_dim": 128, "layers": 32}

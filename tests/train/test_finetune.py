@@ -17,7 +17,7 @@ import nbformat
 import pytest
 import torch
 import yaml
-from cases import ROOT, lines_of, make_model, run_with, values_of
+from cases import ROOT, check_refused, lines_of, make_model, run_with, values_of
 from trainers import SETTINGS, accelerate_here
 from transformers import AutoModelForCausalLM, TrainerCallback
 
@@ -132,8 +132,7 @@ def test_what_is_left_out_is_counted_by_format_line_and_reason(tmp_path):
     assert notes == [f"1 of 359 {about} {none}row 5, read as messages"]
     long = {"prompt": "What is " * 200, "completion": "it?"}
     bad = [asks, {"text": ""}, {"note": "x"}, {"text": "", "instruction": "Add.", "output": ""}, *[asks] * 4, long]
-    with pytest.raises(ValueError, match=r"(?s)9 of 367 rows.*2\.5%.*allow_dropped: true"):
-        documents(tmp_path, [*good, *bad])
+    check_refused(r"(?s)9 of 367 rows.*2\.5%.*allow_dropped: true", documents, tmp_path, [*good, *bad])
     found, notes = documents(tmp_path, [*good, *bad], allow_dropped=True, **{"data.eval": 0.2})
     assert (len(found), notes) == (358, [
         f"9 of 367 {about} {none}row 359, read as messages, row 360, read as text, row 361, read as none of the known "
@@ -166,8 +165,7 @@ def test_token_ids_need_no_tokenizer_in_the_models_folder(tmp_path):
     rows = [{"input_ids": [1, 2, 3]}] * 4
     how = {"model.name": f"{tmp_path}/model", "data.tokenizer": "auto"}
     assert len(documents(tmp_path, rows, **how)[0]) == 4
-    with pytest.raises(ValueError, match=r"has no tokenizer\.json"):
-        documents(tmp_path, [*rows, {"text": "a"}], **how)
+    check_refused(r"has no tokenizer\.json", documents, tmp_path, [*rows, {"text": "a"}], **how)
 
 
 def test_formats_that_begin_late_in_a_long_file(tmp_path):
@@ -334,8 +332,12 @@ def test_wrong_fields_are_refused_before_the_start(tmp_path, monkeypatch, change
 @pytest.mark.usefixtures("nothing_starts")
 @pytest.mark.parametrize("name, value", [("model.lora", {"r": 4}), ("data.eval", 0.1), ("optim.trainer", {"a": 1})])
 def test_the_ablation_does_not_take_what_it_would_ignore(tmp_path, name, value):
-    with pytest.raises(ValueError, match=f"{name}=.* is a field of the worker alstlib.train.finetune"):
-        launch(RunConfig.from_dict({"model.name": "tiny", name: value}), tmp_path)
+    check_refused(
+        f"{name}=.* is a field of the worker alstlib.train.finetune",
+        launch,
+        RunConfig.from_dict({"model.name": "tiny", name: value}),
+        tmp_path,
+    )
 
 
 REFUSED = r"""
