@@ -8,11 +8,13 @@ import math
 import socket
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 import transformers
+import yaml
 from torch import nn
 from zoo import ZOO, trainable
 
@@ -27,11 +29,17 @@ from alstlib.runs import processes
 from alstlib.ulysses.head_layouts import WholeHeads
 
 VOCAB = 96
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def by_own_names(fields):
     """Fields of a run that may be named without their group: `{"seq_len": 4}` for `{"data.seq_len": 4}`."""
     return {RunConfig.elsewhere().get(name, name): value for name, value in fields.items()}
+
+
+def run_with(defaults, changes):
+    """A run with the fields of a text in YAML, and with these in their place or besides them."""
+    return RunConfig.from_dict(by_own_names({**yaml.safe_load(defaults), **changes}))
 
 
 def config(kind="gqa", **overrides):
@@ -325,6 +333,11 @@ def lines_of(table, between=" -> "):
     return [tuple(cell.strip() for cell in line.split(between)) for line in table.strip().splitlines()]
 
 
+def values_of(table):
+    """The lines of such a table, with the value of each cell, which is YAML."""
+    return [tuple(map(yaml.safe_load, line)) for line in lines_of(table)]
+
+
 def make_file(path, text=""):
     """And the folders above it."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -341,6 +354,7 @@ def wait_for(condition, seconds=200):
 
 
 READS_PROC = sys.platform.startswith("linux") and sys.byteorder == "little"
+reads_proc = pytest.mark.skipif(not READS_PROC, reason="reads Linux's /proc")
 
 
 def listening(out):

@@ -3,6 +3,7 @@
 import contextlib
 import faulthandler
 import gc
+import json
 import os
 import queue
 import shlex
@@ -224,6 +225,12 @@ def alst(capsys):
         return said
 
     return command
+
+
+@pytest.fixture
+def answer(alst):
+    """What programs read of such a command, with `--json`; what is said beside it comes after it."""
+    return lambda line, status=0: json.JSONDecoder().raw_decode(alst(f"{line} --json", status))[0]
 
 
 @pytest.fixture

@@ -253,20 +253,20 @@ def test_twins_are_looked_at(demo, monkeypatch):
 # Executing and comparing
 
 
+FAILS = r"""
+said  -> 1 / 0                       -> cell said: ZeroDivisionError: division by zero
+check -> print('right')              -> of an exercise that is not answered
+check -> print('not answered yet')   -> says 'not answered yet\n' of the solution in cell answer
+said  -> os._exit(1)                 -> cell said: its kernel died
+said  -> import time; time.sleep(60) -> cell said: not done after 5 s
+"""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "change, says",
-    [
-        (put("said", source="1 / 0"), "cell said: ZeroDivisionError: division by zero"),
-        (put("check", source="print('right')"), "of an exercise that is not answered"),
-        (put("check", source="print('not answered yet')"), "says 'not answered yet\\n' of the solution in cell answer"),
-        (put("said", source="os._exit(1)"), "cell said: its kernel died"),
-        (put("said", source="import time; time.sleep(60)"), "cell said: not done after 5 s"),
-    ],
-)  # fmt: skip
-def test_a_lesson_that_fails_is_not_stored(demo, change, says, capsys, monkeypatch):
+@pytest.mark.parametrize("name, source, says", lines_of(FAILS))
+def test_a_lesson_that_fails_is_not_stored(demo, name, source, says, capsys, monkeypatch):
     monkeypatch.setenv("ALST_SLOW", str(5 / lessons.HANG_SECONDS))
-    before = changed(demo, change).read_text()
+    before = changed(demo, put(name, source=source)).read_text()
     assert lessons.run(root=demo.parent.parent) == 1
     assert says in capsys.readouterr().out
     assert demo.read_text() == before

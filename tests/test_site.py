@@ -11,12 +11,12 @@ import types
 from pathlib import Path
 
 import pytest
-from cases import lines_of, make_file
+import yaml
+from cases import ROOT, lines_of, make_file
 from test_lab import CHROMIUM, FLAGS
 
 import alstlib
 
-ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / "notebooks/site"
 sys.path.insert(0, str(SITE))
 import builder  # noqa: E402
@@ -248,43 +248,51 @@ def test_a_build_that_is_interrupted_leaves_the_old_site_whole(tmp_path, monkeyp
 # The page that says what fits
 
 
-@pytest.fixture
-def table():
-    about = {
-        "version": "7.8.9", "command": "alst plan --model {model} --gpu {gpu} --gpus {gpus} --host-memory {host}",
-        "trained": {"all": "", "LoRA": " --set 'model.lora={r: 16}'"}, "chunks": " --set options.chunk=4",
-        "ways": ["whole", "chunks"], "hosts": ["half", "usual"], "longest": {"a/b": 900},
-        "gpus": {"H100": [79.1, 8], "GH200": [95.0, 1]},
-        "memory": {"H100": [["1GB", "2GB"]] * 3 + [["4GB", "8GB"]], "GH200": [["3GB", "6GB"]]},
-    }  # fmt: skip
-    fits = [[1000, "0:01:00", 5.5, "device"], [2_000_000, "0:07:00", 1.5, "host, k=4", "hidden states on the host"]]
-    row = [[fits, [[0, "2 GiB </script><b> are missing"], None]], [fits, "why it is refused"]]
-    return {"about": about, "a/b on 4": {"H100": row, "GH200": row}}
+TABLE = yaml.safe_load("""
+about:
+  version: 7.8.9
+  command: "alst plan --model {model} --gpu {gpu} --gpus {gpus} --host-memory {host}"
+  trained: {all: "", LoRA: " --set 'model.lora={r: 16}'"}
+  chunks: " --set options.chunk=4"
+  ways: [whole, chunks]
+  hosts: [half, usual]
+  longest: {a/b: 900}
+  gpus: {H100: [79.1, 8], GH200: [95.0, 1]}
+  memory: {H100: [[1GB, 2GB], [1GB, 2GB], [1GB, 2GB], [4GB, 8GB]], GH200: [[3GB, 6GB]]}
+a/b on 4:
+  H100: &rows
+  - - &fits
+      - [1000, "0:01:00", 5.5, device]
+      - [2000000, "0:07:00", 1.5, "host, k=4", hidden states on the host]
+    - [[0, "2 GiB </script><b> are missing"], null]
+  - [*fits, why it is refused]
+  GH200: *rows
+""")
 
 
-def page_that_says_what_fits(folder, table):
+def page_that_says_what_fits(folder):
     page, data = folder / "page.html", folder / "table.json"
     page.write_text("<h1>before</h1>\n<!-- table -->\nwithout a site\n<!-- /table -->\n<p>after</p>")
-    data.write_text(json.dumps(table))
+    data.write_text(json.dumps(TABLE))
     builder.with_table(page, data)
     return page
 
 
-def test_the_page_holds_the_form_and_the_table(tmp_path, table):
-    text = page_that_says_what_fits(tmp_path, table).read_text()
+def test_the_page_holds_the_form_and_the_table(tmp_path):
+    text = page_that_says_what_fits(tmp_path).read_text()
     assert re.fullmatch(r"(?s)<h1>before</h1>\n````{raw} html\n<form.*</script>\n````\n\n<p>after</p>", text)
     assert "without a site" not in text
     (held,) = re.findall(r'(?s)type="application/json"[^>]*>(.*?)</script>', text)
-    assert json.loads(held) == table
+    assert json.loads(held) == TABLE
     labels = re.findall(r'<label for="([^"]*)">', text)
     assert labels == re.findall(r'<select id="([^"]*)"', text)
     assert len(labels) == 5
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium (Debian: apt-get install chromium)")
-def test_a_browser_shows_the_machine_of_the_address(tmp_path, table):
+def test_a_browser_shows_the_machine_of_the_address(tmp_path):
     playwright = pytest.importorskip("playwright.sync_api")
-    page_of = page_that_says_what_fits(tmp_path, table).as_uri()
+    page_of = page_that_says_what_fits(tmp_path).as_uri()
     with playwright.sync_playwright() as started:
         browser = started.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         page, errors = browser.new_page(), []

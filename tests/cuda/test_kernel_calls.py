@@ -3,6 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
+from cases import lines_of
 from fake import KERNELS as COUNTED
 from fake import fake_cuda
 from operators import attend, attend_by_heads, exchanged
@@ -17,26 +19,26 @@ from alstlib.ulysses.head_split import Sample
 
 CUDA, LENGTH = torch.device("cuda:0"), 1024
 KERNELS = ["cudnn", "flash", "efficient", "blockwise", "eager"]
-FORMS = {
-    "whole": {},
-    "documents": {"documents": [0, 1, 5, 300, 812, 813, 1024]},
-    "a window": {"window": 300},
-    "a window of one": {"window": 1},
-    "documents and a window": {"documents": [0, 3, 515, 1024], "window": 300},
-    "a soft cap": {"softcap": 30.0},
-    "sinks": {"sinks": True},
-    "values that are narrower": {"value_width": 64},
-    "values that are wider": {"value_width": 128, "width": 64, "documents": [0, 300, 1024]},
-    "latent attention": {"width": 192, "value_width": 128},
-    "latent attention, documents": {"width": 192, "value_width": 128, "documents": [0, 300, 1024]},
-    "a width of 160": {"width": 160},
-    "a width of 256": {"width": 256},
-    "a width of 36": {"width": 36},
-    "a width of 36, documents": {"width": 36, "documents": [0, 300, 1024]},
-    "an odd length": {"length": 999},
-    "one token": {"length": 1},
-    "batch 2": {"batch": 2, "documents": [0, 700, 1024, 1027, 2048]},
-}
+FORMS = yaml.safe_load("""
+whole: {}
+documents: {documents: [0, 1, 5, 300, 812, 813, 1024]}
+a window: {window: 300}
+a window of one: {window: 1}
+documents and a window: {documents: [0, 3, 515, 1024], window: 300}
+a soft cap: {softcap: 30.0}
+sinks: {sinks: true}
+values that are narrower: {value_width: 64}
+values that are wider: {value_width: 128, width: 64, documents: [0, 300, 1024]}
+latent attention: {width: 192, value_width: 128}
+latent attention, documents: {width: 192, value_width: 128, documents: [0, 300, 1024]}
+a width of 160: {width: 160}
+a width of 256: {width: 256}
+a width of 36: {width: 36}
+a width of 36, documents: {width: 36, documents: [0, 300, 1024]}
+an odd length: {length: 999}
+one token: {length: 1}
+batch 2: {batch: 2, documents: [0, 700, 1024, 1027, 2048]}
+""")
 
 
 @pytest.fixture
@@ -74,7 +76,7 @@ def of(form, buffer):
 
 
 @pytest.mark.parametrize(
-    ("name", "form"), [(n, f) for n in KERNELS for f in FORMS if f != "a soft cap" or BACKENDS[n].softcap]
+    "name, form", [(n, f) for n in KERNELS for f in FORMS if f != "a soft cap" or BACKENDS[n].softcap]
 )
 def test_calls(name, form, watch):
     for buffer, chunk in ((False, None), (True, None), (True, 512)):
@@ -92,7 +94,7 @@ def check(watch, name):
     assert all(len(layouts) == 1 for layouts in watch.graphs.values())
 
 
-@pytest.mark.parametrize(("width", "values", "took"), [(192, 128, (192, 128)), (64, 100, (64, 104))])
+@pytest.mark.parametrize("width, values, took", [(192, 128, (192, 128)), (64, 100, (64, 104))])
 def test_cudnn_takes_values_of_their_own_width(width, values, took, watch):
     """Zeros beside narrower ones would be a quarter more work for latent attention."""
     calls("cudnn", *of({"width": width, "value_width": values}, True))
@@ -101,9 +103,7 @@ def test_cudnn_takes_values_of_their_own_width(width, values, took, watch):
 
 
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize(
-    ("heads", "kv", "ranks", "documents"), [(28, 4, 8, None), (9, 3, 4, [0, 1, 5, 300, 813, 1024])]
-)
+@pytest.mark.parametrize("heads, kv, ranks, documents", [(28, 4, 8, None), (9, 3, 4, [0, 1, 5, 300, 813, 1024])])
 def test_uneven_heads(name, documents, heads, kv, ranks):
     """Each rank has rows of heads, over a process group that sends nothing."""
     join_fake(ranks)
@@ -119,6 +119,21 @@ def test_uneven_heads(name, documents, heads, kv, ranks):
         dist.destroy_process_group()
 
 
+BEYOND = """
+cudnn     -> whole
+cudnn     -> batch 2
+cudnn     -> projections
+cudnn     -> chunks
+flash     -> documents
+flash     -> a window
+flash     -> projections
+flash     -> chunks
+efficient -> batch 2
+efficient -> projections
+efficient -> chunks
+"""
+
+
 def test_a_cudnn_graph_has_one_layout_of_out_and_dout(watch):
     """PyTorch up to 2.13 knows a graph for backward by the strides of q, k and v, and builds it for those of out and
     dout that come first: with others it reads them as if they were those."""
@@ -131,14 +146,7 @@ def test_a_cudnn_graph_has_one_layout_of_out_and_dout(watch):
     assert [len(layouts) for (kind, *_), layouts in watch.graphs.items() if kind == "backward"] == [1]
 
 
-@pytest.mark.parametrize(
-    ("name", "form"),
-    [
-        *(("cudnn", form) for form in ("whole", "batch 2", "projections", "chunks")),
-        *(("flash", form) for form in ("documents", "a window", "projections", "chunks")),
-        *(("efficient", form) for form in ("batch 2", "projections", "chunks")),
-    ],
-)
+@pytest.mark.parametrize("name, form", lines_of(BEYOND))
 def test_no_kernel_counts_beyond_32_bits(name, form, watch):
     """One GPU at 600K tokens, one of 8 ranks at 2.2M: their queries have more than 2^31 elements. With chunks the keys
     have, where a kernel has them for each query head."""
@@ -162,7 +170,7 @@ def test_no_kernel_counts_beyond_32_bits(name, form, watch):
     check(watch, name)
 
 
-@pytest.mark.parametrize(("lengths", "graphs"), [(range(70_001, 70_031, 6), 2), (range(131_073, 139_000, 801), 4)])
+@pytest.mark.parametrize("lengths, graphs", [(range(70_001, 70_031, 6), 2), (range(131_073, 139_000, 801), 4)])
 def test_ragged_lengths_share_cudnn_graphs(lengths, graphs, watch, monkeypatch):
     """Each takes half a second to build and stays for ever, in each thread that runs it: there are 64 from one power of
     two to the next."""

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from cases import values_of
 from fake import fake_cuda
 from operators import error_of
 from quick_steps import quick  # noqa: F401
@@ -43,21 +44,25 @@ def tiny(attention, **fields):
     return RunConfig(model=model, data={"seq_len": 256}, options=alstlib.Options.plain(attention=attention))
 
 
-ON_CUDA = ["cudnn", "flash", "efficient"]
-"""Kernels that a CPU has not."""
+CHOSEN = """
+sdpa      -> bf16 -> {}               -> cudnn
+sdpa      -> bf16 -> {capability: 8}  -> flash
+sdpa      -> fp32 -> {}               -> efficient
+sdpa      -> fp32 -> {capability: 8}  -> efficient
+sdpa      -> bf16 -> {device: cpu}    -> cpu
+cudnn     -> bf16 -> {}               -> cudnn
+flash     -> bf16 -> {}               -> flash
+efficient -> bf16 -> {}               -> efficient
+blockwise -> bf16 -> {}               -> blockwise
+eager     -> bf16 -> {}               -> eager
+cudnn     -> bf16 -> {device: cpu}    -> attention='cudnn' does not run on cpu
+flash     -> bf16 -> {device: cpu}    -> attention='flash' does not run on cpu
+efficient -> bf16 -> {device: cpu}    -> attention='efficient' does not run on cpu
+cpu       -> bf16 -> {}               -> attention='cpu' does not run on cuda
+"""
 
 
-OLDER, ON_CPU = {"capability": 8}, {"device": "cpu"}
-
-
-@pytest.mark.parametrize(
-    "attention, dtype, how, kernel",
-    [("sdpa", "bf16", {}, "cudnn"), ("sdpa", "bf16", OLDER, "flash"), ("sdpa", "fp32", {}, "efficient"),
-     ("sdpa", "fp32", OLDER, "efficient"), ("sdpa", "bf16", ON_CPU, "cpu"),
-     *((name, "bf16", {}, name) for name in [*ON_CUDA, "blockwise", "eager"]),
-     *((name, "bf16", ON_CPU, f"attention='{name}' does not run on cpu") for name in ON_CUDA),
-     ("cpu", "bf16", {}, "attention='cpu' does not run on cuda")],
-)  # fmt: skip
+@pytest.mark.parametrize("attention, dtype, how, kernel", values_of(CHOSEN))
 def test_a_simulated_step_runs_it(attention, dtype, how, kernel):
     """What the GPU chooses, or what is named; or says that it does not run there."""
     run = tiny(attention, dtype=dtype)

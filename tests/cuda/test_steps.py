@@ -4,31 +4,35 @@ to be called, and cuDNN builds few graphs."""
 import random
 
 import pytest
+import yaml
 import zoo
-from cases import small_pages
+from cases import small_pages, values_of
 from steps import GEMMA, steps
 
 ROWS = 4096
 DOCUMENTS = [0, 1, 700, 1724, 1725, 3100, ROWS]
-WAYS = {
-    "whole": {},
-    "whole, async": {"offload": True, "kept": 0.5},
-    "whole, sync, attention kept": {"offload": "sync", "save_attention": True},
-    "chunks": {"chunk": 0},
-    "chunks, async": {"chunk": 0, "offload": True, "kept": 0.5, "on_host": "none"},
-    "chunks, host": {"offload": True, "chunk": 0, "on_host": "hidden+kv"},
-    "chunks, host, sync": {"offload": "sync", "save_attention": True, "chunk": 0, "on_host": "hidden+kv"},
-}
+WAYS = yaml.safe_load("""
+whole: {}
+whole, async: {offload: true, kept: 0.5}
+whole, sync, attention kept: {offload: sync, save_attention: true}
+chunks: {chunk: 0}
+chunks, async: {chunk: 0, offload: true, kept: 0.5, on_host: none}
+chunks, host: {offload: true, chunk: 0, on_host: hidden+kv}
+chunks, host, sync: {offload: sync, save_attention: true, chunk: 0, on_host: hidden+kv}
+""")
 """`chunk` 0 stands for a quarter of a rank's rows."""
 FEW = ["whole", "chunks, async", "chunks, host"]
 CASES = [
     (model, sp, kernel, way)
-    for model, sp, kernel, ways in (
-        ("llama-3.1-8b", 8, "cudnn", WAYS), ("llama-3.1-8b", 32, "cudnn", FEW), ("Qwen/Qwen2.5-7B", 8, "cudnn", FEW),
-        ("llama-3.1-8b", 1, "cudnn", FEW), (GEMMA, 1, "blockwise", ["chunks, async"]),
-        (GEMMA, 8, "blockwise", ["whole, sync, attention kept", "chunks, host"]),
-    )
-    for way in ways
+    for model, sp, kernel, ways in values_of("""
+llama-3.1-8b            -> 8  -> cudnn     -> all
+llama-3.1-8b            -> 32 -> cudnn     -> few
+Qwen/Qwen2.5-7B         -> 8  -> cudnn     -> few
+llama-3.1-8b            -> 1  -> cudnn     -> few
+google/gemma-2-9b       -> 1  -> blockwise -> ["chunks, async"]
+google/gemma-2-9b       -> 8  -> blockwise -> ["whole, sync, attention kept", "chunks, host"]
+""")
+    for way in {"all": WAYS, "few": FEW}.get(str(ways), ways)
 ]  # fmt: skip
 GRAPHS = 20
 """The most that cuDNN builds, at half a second each, however many batches follow."""
@@ -51,7 +55,7 @@ def run(step, **how):
     assert step.handle.store.leased == 0
 
 
-@pytest.mark.parametrize(("model", "sp", "kernel", "way"), CASES)
+@pytest.mark.parametrize("model, sp, kernel, way", CASES)
 def test_steps(model, sp, kernel, way):
     options = options_of(way, sp)
     with small_pages(), steps(model, ROWS, sp, **options) as step:  # or all chunks would be in one page
@@ -62,7 +66,7 @@ def test_steps(model, sp, kernel, way):
             assert step.handle.plan.attention_kept == 0.5
 
 
-@pytest.mark.parametrize(("model", "sp"), [("llama-3.1-8b", 1), (GEMMA, 8)])
+@pytest.mark.parametrize("model, sp", [("llama-3.1-8b", 1), (GEMMA, 8)])
 def test_steps_block_by_block(model, sp):
     with steps(model, ROWS, sp, offload=True, on_host="hidden+kv") as step:
         run(step, block=-(-ROWS // sp // 3))

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from cases import make_model, make_samples, plain_run, small_pages, worst_error
+from cases import ALL_ON, make_model, make_samples, plain_run, run_with, small_pages, worst_error
 from device import module
 from device.module import NEVER, device, late
 from mutate import mutated
@@ -30,6 +30,16 @@ from alstlib.train.engine import initialize
 from alstlib.train.state import RunStates
 
 MIB = 2**20
+RUN = """
+options: plain
+model.name: tiny
+model.dtype: fp32
+data.seq_len: 128
+engine.world_size: 1
+engine.sp: 1
+engine.zero_stage: 1
+engine.offload_optimizer: false
+"""
 
 
 def zeros(mib):
@@ -83,14 +93,22 @@ OPTIONS = {"tiles": {"mlp": 16, "norm": 16}}  # the loss makes the peak
 LENGTH = 128
 
 
+def on_device(length, **fields):
+    """A model on the device, a batch of one sample, and the gradients of plain transformers on the CPU."""
+    model, samples = make_model("gqa", **fields), make_samples(1, length=length)
+    _, want = plain_run(model, samples)
+    (batch,) = SPDataLoader(samples, alstlib.SPContext(), device=device())
+    return model.to(device()), batch, want
+
+
+def check_gradients(model, want):
+    assert worst_error({n: p.grad.cpu() for n, p in model.named_parameters()}, want)[0] < 1e-5
+
+
 def kept(rank, world, chunk):
     """The share of layers whose attention outputs steps keep on a device with room for half of them; a step that keeps
     more would run out of memory."""
-    ctx, samples = alstlib.SPContext(), make_samples(1, length=LENGTH)
-    model = make_model("gqa", num_hidden_layers=4, vocab_size=1024)
-    _, want = plain_run(model, samples)
-    model = model.to(device())
-    (batch,) = SPDataLoader(samples, ctx, device=device())
+    model, batch, want = on_device(LENGTH, num_hidden_layers=4, vocab_size=1024)
 
     def step():
         model.zero_grad()
@@ -117,7 +135,7 @@ def kept(rank, world, chunk):
         for _ in range(3):
             step()
             shares.append(handle.plan.attention_kept)
-            assert worst_error({n: p.grad.cpu() for n, p in model.named_parameters()}, want)[0] < 1e-5
+            check_gradients(model, want)
             model.zero_grad()
     module.limit(1.0)  # of the whole device again
     return shares
@@ -197,23 +215,13 @@ def pins(rank, world):
         host = store.lease((3, 5), torch.float64, device())
         assert host.is_pinned()
         assert host.shape == (3, 5)
-        ctx, samples = alstlib.SPContext(), make_samples(1, length=41)
-        model = make_model("gqa")
-        _, want = plain_run(model, samples)
-        model = model.to(device())
-        chosen = alstlib.Options(
-            tiles={"mlp": True, "loss": 7, "norm": True},
-            offload=True,
-            save_attention=True,
-            chunk=5,
-            on_host="hidden+kv",
-        )
-        with alstlib.apply(model, options=chosen) as handle, small_pages(), late(NEVER):
-            for batch in SPDataLoader(samples, ctx, device=device()):
-                alstlib.causal_lm_loss(model, batch).loss.backward()
+        model, batch, want = on_device(41)
+        chosen = {**ALL_ON, "chunk": 5, "on_host": "hidden+kv"}
+        with alstlib.apply(model, options=alstlib.Options(**chosen)) as handle, small_pages(), late(NEVER):
+            alstlib.causal_lm_loss(model, batch).loss.backward()
             assert all(slab.bytes.is_pinned() for slab in handle.store.free)
             assert handle.store.peak_nbytes > 0
-        assert worst_error({n: p.grad.cpu() for n, p in model.named_parameters()}, want)[0] < 1e-5
+        check_gradients(model, want)
         del host, store, handle, model
     finally:
         here.cudart = runtime
@@ -277,11 +285,7 @@ def continued(rank, world, folder):
     from device import accelerator
 
     accelerator.install()
-    run = RunConfig(
-        model={"name": "tiny", "dtype": "fp32"},
-        engine={"zero_stage": 1, "offload_optimizer": False},
-        optim={"steps": 9},
-    )
+    run = run_with(RUN, {"steps": 9})
 
     def started():
         model = make_model().to(device())
@@ -319,14 +323,7 @@ def trained(rank, world, out, budget):
     from alstlib.train import ablation
 
     accelerator.install()
-    run = RunConfig(
-        model={"name": "tiny", "dtype": "fp32"},
-        engine={"zero_stage": 1, "offload_optimizer": False, "world_size": 1, "sp": 1},
-        optim={"steps": 3},
-        data={"seq_len": 128},
-        options=alstlib.Options.plain(tiles={"mlp": 64, "loss": 64}),
-        limits={"device_memory": budget},
-    )
+    run = run_with(RUN, {"device_memory": budget, "tiles": {"mlp": 64, "loss": 64}, "steps": 3})
 
     def load(run, dtype, where):
         """Not by `p.data = ...`, which takes a parameter to CUDA but not to this device."""

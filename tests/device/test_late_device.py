@@ -1,4 +1,4 @@
-"""The device on a CPU itself: refusals, memory, streams that are late, threads, and the record of collectives.
+"""The device on a CPU itself: refusals, memory, streams that are late, and the record of collectives.
 
 That its values, random numbers and collectives are the CPU's is seen in whole steps (tests/test_matrix.py)."""
 
@@ -74,79 +74,23 @@ def test_pinned_memory_is_known(late1):
     late1(pinned)
 
 
-class Transfer:
-    """Values that a side stream takes to pinned memory and brings back."""
+def races(rank, world, says):
+    """A side stream reads or overwrites a tensor that the default stream has just written, and waits for nothing."""
+    here = torch.get_device_module(device())
 
-    def __init__(self, without):
-        here = torch.get_device_module(device())
-        self.without, self.main, self.stream = without, here.current_stream(device()), here.stream
-        self.out, self.back = here.Stream(device()), here.Stream(device())
+    def copy():
+        x, host = torch.ones(8, device=device()), torch.zeros(8).pin_memory()
+        to, taken = (x, host) if says == "overwrites" else (host, x)
+        with here.stream(here.Stream()):
+            to.copy_(taken, non_blocking=True)
 
-    def wait(self, what):
-        return self.without != what
-
-    def __call__(self):
-        """Copies on the host, and what came back: ten tensors of each."""
-        arrived, returned = [], []
-        for i in range(10):
-            x = torch.full((512,), float(i), device=device())
-            x = x * 2 + 1
-            host = torch.empty(512, pin_memory=True)
-            if self.wait("out waits for compute"):
-                self.out.wait_stream(self.main)
-            with self.stream(self.out):
-                host.copy_(x, non_blocking=True)
-            sent = self.out.record_event()
-            if self.wait("x lives until its copy is done"):
-                self.main.wait_event(sent)
-            del x
-            other = torch.full((512,), -7.0, device=device())  # takes x's memory
-            del other
-            to = torch.empty(512, device=device())  # and this one takes it from there
-            if self.wait("back waits for compute"):
-                self.back.wait_stream(self.main)
-            if self.wait("back waits for out"):
-                self.back.wait_event(sent)
-            with self.stream(self.back):
-                to.copy_(host, non_blocking=True)
-            came = self.back.record_event()
-            if self.wait("compute waits for back"):
-                self.main.wait_event(came)
-            returned.append(to + 0)
-            if self.wait("the host waits for out"):
-                self.out.synchronize()
-            arrived.append(host.clone())
-            del to
-        self.out.synchronize()
-        return [torch.stack(arrived), torch.stack(returned).cpu()]
+    with pytest.raises(AssertionError, match=says), late(NEVER):
+        copy()
 
 
-def transfer(rank, world, without, delay):
-    """Whether the values are right, and whether a race was noted."""
-    want, raced = (torch.arange(10.0) * 2 + 1)[:, None].expand(10, 512), False
-    right = True
-    try:
-        with late(delay, seed=rank + 1):
-            for got in Transfer(without)():
-                right &= torch.equal(got, want)
-    except AssertionError:
-        raced = True
-    return right, raced
-
-
-WAITS = ["out waits for compute", "x lives until its copy is done", "back waits for compute", "compute waits for back"]
-
-
-@pytest.mark.parametrize("delay", [0, 300, NEVER])
-def test_copies_that_wait_are_right(late1, delay):
-    assert late1(transfer, "", delay) == [(True, False)]
-
-
-@pytest.mark.parametrize("without", WAITS)
-def test_a_missing_wait_gives_wrong_values(late1, without):
-    ((right, raced),) = late1(transfer, without, NEVER)
-    assert not right
-    assert raced == ("waits for compute" in without)
+@pytest.mark.parametrize("says", ["reads", "overwrites"])
+def test_a_missing_wait_for_the_default_stream_is_noted(late1, says):
+    late1(races, says)
 
 
 def host_too_early(rank, world):
@@ -197,34 +141,6 @@ def two_streams(rank, world):
 
 def test_streams_wait_for_each_other(late1):
     late1(two_streams)
-
-
-class Threads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, seen):
-        ctx.seen = seen
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.seen.append(threading.get_native_id())
-        return grad, None
-
-
-def threads(rank, world, single):
-    """Whether backward ran in the thread that called it: of a tensor on the CPU, of one on the device."""
-    cpu = []
-    own = []
-    with torch.autograd.set_multithreading_enabled(not single):
-        x = torch.ones(4).requires_grad_()
-        y = Threads.apply(Threads.apply(x, cpu).to(device()), own)
-        y.sum().backward()
-    return cpu == [threading.get_native_id()], own == [threading.get_native_id()]
-
-
-@pytest.mark.parametrize("single", [False, True])
-def test_autograd_has_a_thread_for_it(late1, single):
-    assert late1(threads, single) == [(True, single)]
 
 
 def recorded(rank, world, delay):

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from cases import ROOT
 from test_lab import checkout
 
 from alstlib.runs import results
 
-ROOT = Path(__file__).resolve().parents[2]
 SPEC = re.search(r"(?m)^ablation: setup.*\n.*alst run (\S+)", (ROOT / "Makefile").read_text())[1]  # type: ignore[index]
 GROUPS = Path("/sys/fs/cgroup")
 FOUR_GIB = 4 * 2**30

@@ -17,7 +17,6 @@ import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
-import yaml
 from cases import wait_for
 
 from alstlib.runs import status
@@ -31,18 +30,12 @@ LEFT_SECONDS = 60.0
 """After these no process of a run that was killed may be there."""
 TOLERANCE = 1e-6
 STEPS = 16
-SPEC = {
-    "name": "kills",
-    "rows": ["alst"],
-    "base": {
-        "model.name": "tiny",
-        "engine.world_size": 2,
-        "engine.sp": 2,
-        "data.seq_len": 64,
-        "optim.steps": STEPS,
-        "output.checkpoint_every": 1,
-    },
-}
+SPEC = f"""
+name: kills
+rows: [alst]
+base: {{model.name: tiny, engine: {{world_size: 2, sp: 2}}, data.seq_len: 64, optim.steps: {STEPS}, \
+output.checkpoint_every: 1}}
+"""
 STEP = "step "
 MOMENTS = ("command", "notebook", "torchrun", "loading", "engine", *(f"{STEP}{n}" for n in range(1, STEPS + 1, 3)))
 VICTIMS = ("command", "kernel", "torchrun", "rank", "all")
@@ -62,7 +55,7 @@ class Chain:
         self.folder, self.number, self.mark = folder, number, uuid.uuid4().hex
         self.row = folder / "out" / "alst"
         folder.mkdir(parents=True)
-        (folder / "spec.yaml").write_text(yaml.safe_dump(SPEC))
+        (folder / "spec.yaml").write_text(SPEC)
         self.env = {**os.environ, MARK: self.mark, "OMP_NUM_THREADS": "1"}
 
     @contextlib.contextmanager

@@ -8,21 +8,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from cases import run_with
 from kills import TOLERANCE
 
-from alstlib.config import RunConfig
 from alstlib.runs import launch, processes, results, status
 from alstlib.runs.workers import ABLATION
 
 HERE = Path(__file__).parent
-STEPS = 4
-RUN = RunConfig(
-    model={"name": "tiny", "liger": False},
-    engine={"world_size": 2, "sp": 2},
-    data={"seq_len": 64},
-    optim={"steps": STEPS},
-    output={"checkpoint_every": 1},
-)
+RUN = run_with(
+    "{model: {name: tiny, liger: false}, engine: {world_size: 2, sp: 2}, data.seq_len: 64, optim.steps: 4, "
+    "output.checkpoint_every: 1}", {},
+)  # fmt: skip
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 
 
@@ -57,7 +53,7 @@ def finishes(out, expected, run=RUN):
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
     losses = start(tmp_path_factory.mktemp("undisturbed"))["metrics"]["loss"]
-    assert len(losses) == STEPS
+    assert len(losses) == RUN.optim.steps
     return losses
 
 

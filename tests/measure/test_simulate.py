@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from cases import by_own_names, on_ranks
+import yaml
+from cases import on_ranks, run_with
 
 import alstlib
 from alstlib.config import ROWS, RunConfig, row_config
@@ -14,29 +15,32 @@ from alstlib.measure.deep import Deep
 from alstlib.measure.simulate import drop_gradients, fake_ranks, roomy, simulate, step, whole_model
 from alstlib.tiled.compute import as_on
 
-RUN = {
-    "options": "plain", "model.name": "tiny", "data.seq_len": 512, "model.dtype": "fp32", "options.tiles.loss": True,
-    "options.tiles.mlp": True,
-}  # fmt: skip
-NINE = {"model.config": {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}}
-OPTIONS = {
-    "tiled": {},
-    "untiled": {"tiles": False},
-    "tiles of a size": {"tiles": {"mlp": 100, "loss": 60}},
-    "no checkpoints": {"checkpoint": False},
-    "attention kept": {"save_attention": True},
-    "offload": {"offload": True, "save_attention": "auto"},
-    "chunk": {"offload": True, "save_attention": "auto", "chunk": 64},
-    "some inputs": {"offload": "sync", "save_attention": "auto", "host_memory": 60_000},
-    "half precision": {"model.dtype": "bf16", "options.offload": True},
-    "9 heads on 3": NINE,
-    "9 heads on 3, chunk": {**NINE, "options.chunk": 70},
-}
+RUN = """
+options: plain
+options.tiles.loss: true
+options.tiles.mlp: true
+model.name: tiny
+model.dtype: fp32
+data.seq_len: 512
+"""
+OPTIONS = yaml.safe_load("""
+tiled: {}
+untiled: {tiles: false}
+tiles of a size: {tiles: {mlp: 100, loss: 60}}
+no checkpoints: {checkpoint: false}
+attention kept: {save_attention: true}
+offload: {offload: true, save_attention: auto}
+chunk: {offload: true, save_attention: auto, chunk: 64}
+some inputs: {offload: sync, save_attention: auto, host_memory: 60000}
+half precision: {model.dtype: bf16, options.offload: true}
+9 heads on 3: &nine {model.config: {hidden_size: 72, num_attention_heads: 9, num_key_value_heads: 3}}
+9 heads on 3, chunk: {<<: *nine, options.chunk: 70}
+""")
 
 
 def run_of(layers=2, **changes):
     shape = {"num_hidden_layers": layers, **changes.pop("model.config", {})}
-    return RunConfig.from_dict({**RUN, **by_own_names(changes), "model.config": shape})
+    return run_with(RUN, {**changes, "model.config": shape})
 
 
 def same(one, other):

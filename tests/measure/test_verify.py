@@ -5,34 +5,33 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from cases import on_ranks, worst_error
+import yaml
+from cases import ROOT, lines_of, on_ranks, values_of, worst_error
 
 from alstlib.measure import small, verify
 from alstlib.measure.deep import kinds_of_layers
 from alstlib.measure.simulate import decoder_layers
 from alstlib.runs import verify as command
 
-ROOT = Path(__file__).resolve().parents[2]
 COMMON = {"vocab_size": 128_000, "max_position_embeddings": 131_072, "eos_token_id": [127_000, 127_001]}
-MODELS = {
-    "llama": {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32,
-              "intermediate_size": 14_336, "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0,
-              "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}},
-    "gemma3_text": {"hidden_size": 5376, "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128,
-                    "num_hidden_layers": 62, "intermediate_size": 21_504, "sliding_window": 1024},
-    "gpt_oss": {"hidden_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
-                "num_hidden_layers": 24, "num_local_experts": 32, "output_router_logits": True},
-    "qwen3_moe": {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-                  "num_hidden_layers": 48, "num_experts": 128, "num_experts_per_tok": 8},
-    "rwkv": {"hidden_size": 768, "num_hidden_layers": 12},
-    "t5": {},
-    "gpt2": {},
-}  # fmt: skip
+MODELS = yaml.safe_load("""
+llama: {hidden_size: 4096, num_attention_heads: 32, num_key_value_heads: 8, num_hidden_layers: 32,
+  intermediate_size: 14336, rope_parameters: {rope_type: llama3, rope_theta: 500000.0, factor: 8.0,
+  low_freq_factor: 1.0, high_freq_factor: 4.0, original_max_position_embeddings: 8192}}
+gemma3_text: {hidden_size: 5376, num_attention_heads: 32, num_key_value_heads: 16, head_dim: 128,
+  num_hidden_layers: 62, intermediate_size: 21504, sliding_window: 1024}
+gpt_oss: {hidden_size: 2880, num_attention_heads: 64, num_key_value_heads: 8, head_dim: 64,
+  num_hidden_layers: 24, num_local_experts: 32, output_router_logits: true}
+qwen3_moe: {hidden_size: 2048, num_attention_heads: 32, num_key_value_heads: 4, head_dim: 128,
+  num_hidden_layers: 48, num_experts: 128, num_experts_per_tok: 8}
+rwkv: {hidden_size: 768, num_hidden_layers: 12}
+t5: {}
+gpt2: {}
+""")
 SHIFT = """
 import torch
 from torch import nn
@@ -79,18 +78,17 @@ def here(monkeypatch, pools):
     monkeypatch.setattr(command, "run_on_ranks", run)
 
 
-@pytest.fixture
-def answer(alst):
-    """What programs read of `alst verify`; warnings come after it."""
-    return lambda line, status=0: json.JSONDecoder().raw_decode(alst(f"verify --json {line}", status))[0]
+EQUAL = """
+llama       -> ''                                                         -> 2 -> 1
+gemma3_text -> --set chunk=16K --set offload=sync --set on_host=hidden+kv -> 6 -> 2
+gpt_oss     -> --set save_attention=true                                  -> 2 -> 2
+qwen3_moe   -> --block 16384                                              -> 2 -> 1
+"""
 
 
-@pytest.mark.parametrize("kind, options, layers, kinds", [
-    ("llama", "", 2, 1), ("gemma3_text", "--set chunk=16K --set offload=sync --set on_host=hidden+kv", 6, 2),
-    ("gpt_oss", "--set save_attention=true", 2, 2), ("qwen3_moe", "--block 16384", 2, 1),
-])  # fmt: skip
+@pytest.mark.parametrize("kind, options, layers, kinds", values_of(EQUAL))
 def test_models_that_are_equal(here, tmp_path, answer, kind, options, layers, kinds):
-    found, config = answer(f"{folder(tmp_path / kind, kind)} {options}"), MODELS[kind]
+    found, config = answer(f"verify {folder(tmp_path / kind, kind)} {options}"), MODELS[kind]
     cases, small = found["cases"], found["small"]
     assert found["verdict"] == "equal", found
     assert [(c["sp"], c["sample"]) for c in cases] == [(sp, s) for sp in (1, 2) for s in ("whole", "packed")]
@@ -147,27 +145,30 @@ def test_a_wrong_gradient_is_named(here, monkeypatch, answer):
         return loss, {n: g * 1.0001 if n.endswith("k_proj.weight") else g for n, g in grads.items()}
 
     monkeypatch.setattr(verify, "attached_step", wrong)
-    case = answer("tiny --sp 1", 1)["cases"][0]
+    case = answer("verify tiny --sp 1", 1)["cases"][0]
     assert (case["first"], case["reason"]) == (None, "gradient of model.layers.1.self_attn.k_proj.weight")
     assert case["gradient"] == pytest.approx(1e-4, rel=1e-3)
 
 
-@pytest.mark.parametrize("kind, options, reason", [
-    ("rwkv", "", "(RwkvBlock) mixes tokens in another way than attention"),
-    ("t5", "", "transformers has no causal language model of the type t5"),
-    ("gpt2", "", "layer 0 (GPT2Attention) has attention dropout 0.1, which tiles cannot replay"),
-    ("llama", "--set attention=flash", "attention='flash' does not run on cpu"),
-    ("llama", "--block 4K --set chunk=4K", "give only one of them"),
-    ("llama", "--set ofload=sync", "unknown field of Options 'ofload'; did you mean 'offload'?"),
-    ("llama", "--config hidden_sizes=3", "unknown field of model.config 'hidden_sizes'"),
-])  # fmt: skip
+REFUSED = """
+rwkv  ->                            -> (RwkvBlock) mixes tokens in another way than attention
+t5    ->                            -> transformers has no causal language model of the type t5
+gpt2  ->                            -> layer 0 (GPT2Attention) has attention dropout 0.1, which tiles cannot replay
+llama -> --set attention=flash      -> attention='flash' does not run on cpu
+llama -> --block 4K --set chunk=4K  -> give only one of them
+llama -> --set ofload=sync          -> unknown field of Options 'ofload'; did you mean 'offload'?
+llama -> --config hidden_sizes=3    -> unknown field of model.config 'hidden_sizes'
+"""
+
+
+@pytest.mark.parametrize("kind, options, reason", lines_of(REFUSED))
 def test_what_is_refused(here, tmp_path, alst, kind, options, reason):
     said = alst(f"verify {folder(tmp_path / kind, kind)} --sp 1 {options}", 2)
     assert reason in said.partition("\nrefused: ")[2]
 
 
 def test_dropout_that_is_refused_may_be_set_to_zero(here, tmp_path, answer):
-    found = answer(f"{folder(tmp_path / 'gpt2', 'gpt2')} --sp 1 --config attn_pdrop=0")
+    found = answer(f"verify {folder(tmp_path / 'gpt2', 'gpt2')} --sp 1 --config attn_pdrop=0")
     assert found["small"]["changes"]["resid_pdrop"] == [0.1, 0.0]
 
 
@@ -210,12 +211,15 @@ def test_the_first_layers_keep_their_order():
     assert (small.first_of_each(kinds), len({*kinds})) == (4, 2)
 
 
-@pytest.mark.parametrize("kind, fields, changed", [
-    ("Gemma2", {"num_attention_heads": 12, "num_key_value_heads": 3, "tie_word_embeddings": True},
-     {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}),
-    ("Qwen3Moe", {"num_experts_per_tok": 1, "norm_topk_prob": True}, {"num_experts": 4}),
-    ("Mistral", {"sliding_window": None}, {}),
-])  # fmt: skip
+KEPT = """
+Gemma2 -> {num_attention_heads: 12, num_key_value_heads: 3, tie_word_embeddings: true} \
+-> {attn_logit_softcapping: 2.0, final_logit_softcapping: 5.0}
+Qwen3Moe -> {num_experts_per_tok: 1, norm_topk_prob: true} -> {num_experts: 4}
+Mistral  -> {sliding_window: null}                         -> {}
+"""
+
+
+@pytest.mark.parametrize("kind, fields, changed", values_of(KEPT))
 def test_what_a_small_config_keeps(kind, fields, changed):
     made = small.shrunk(getattr(transformers, f"{kind}Config")(**fields))
     assert {name: getattr(made, name) for name in fields | changed} == fields | changed

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from cases import lines_of, values_of
 from quick_steps import asked, quick  # noqa: F401
 
 from alstlib import tables
@@ -28,11 +29,9 @@ def plan(alst):
 
 
 @pytest.fixture
-def planned(alst):
-    """What programs read; what is computed meanwhile is said beside it."""
-    return lambda more="", status=0, of=EIGHT: json.loads(
-        alst(f"plan --json {of} {more}", status).partition("\nalst: ")[0]
-    )
+def planned(answer):
+    """What programs read."""
+    return lambda more="", status=0, of=EIGHT: answer(f"plan {of} {more}", status)
 
 
 def test_a_plan_says_what_fits_and_why_and_what_is_computed_before_it(plan):
@@ -121,17 +120,19 @@ def test_the_sequence_parallel_degree_is_chosen_and_said(planned):
         assert alone[part] == of_four[part]
 
 
+ASSUMED = """
+"" -> 1 -> {--gpus: 8 GPUs, --gpu: H100, --host-memory: "1,900 GB on each node, as clouds have with 8 x H100"}
+--gpus 16 -> 2 -> {--gpu: H100, --host-memory: "1,900 GB on each node, as clouds have with 8 x H100"}
+--gpus 8 --gpu h100 --host-memory 1TB -> 1 -> {}
+--gpus 1 --gpu-memory 24GB --host-memory 64GB -> 1 -> {--gpu: the speed of H100}
+--gpus 2 --gpu 'rtx 4090' -> 1 -> {--host-memory: "96 GB on each node, as clouds have with 2 x RTX4090"}
+--gpus 4 --gpu GH200 -> 4 -> {--host-memory: "464 GB on each node, as clouds have with 1 x GH200"}
+"""
+
+
 def test_what_is_assumed_is_said(plan, planned):
     """The host of one node among them, of which GH200s have one each."""
-    node = "1,900 GB on each node, as clouds have with 8 x H100"
-    for of, nodes, assumed in (
-        ("", 1, {"--gpus": "8 GPUs", "--gpu": "H100", "--host-memory": node}),
-        ("--gpus 16", 2, {"--gpu": "H100", "--host-memory": node}),
-        ("--gpus 8 --gpu h100 --host-memory 1TB", 1, {}),
-        ("--gpus 1 --gpu-memory 24GB --host-memory 64GB", 1, {"--gpu": "the speed of H100"}),
-        ("--gpus 2 --gpu 'rtx 4090'", 1, {"--host-memory": "96 GB on each node, as clouds have with 2 x RTX4090"}),
-        ("--gpus 4 --gpu GH200", 4, {"--host-memory": "464 GB on each node, as clouds have with 1 x GH200"}),
-    ):
+    for of, nodes, assumed in values_of(ASSUMED):
         of = f"--model meta-llama/Llama-3.2-1B {of}"
         made, out = planned(of=of), plan(of=of)
         assert (made["assumed"], made["nodes"]) == (assumed, nodes)
@@ -186,17 +187,19 @@ def test_where_nothing_works_it_says_how_to_ask(plan):
     assert "--seq-len without --gpus says which machines hold a length" in out
 
 
-@pytest.mark.parametrize("of, works", [
-    ("Qwen/Qwen3-32B --gpus 4 --gpu A100-40GB --host-memory 500GB",
-     ["LoRA", "566 GiB of host memory on each node", "2 nodes"]),
-    ("microsoft/phi-4 --gpus 1 --gpu RTX4090 --host-memory 64GB", ["LoRA and weights on the host", "8 nodes"]),
-    ("meta-llama/Llama-3.1-8B --gpus 8 --gpu H100 --host-memory 60GB",
-     ["optimizer on the devices", "LoRA", "167 GiB of host memory on each node", "8 nodes"]),
-])  # fmt: skip
+WORKS = """
+Qwen/Qwen3-32B --gpus 4 --gpu A100-40GB --host-memory 500GB -> LoRA, 566 GiB of host memory on each node, 2 nodes
+microsoft/phi-4 --gpus 1 --gpu RTX4090 --host-memory 64GB   -> LoRA and weights on the host, 8 nodes
+meta-llama/Llama-3.1-8B --gpus 8 --gpu H100 --host-memory 60GB \
+-> optimizer on the devices, LoRA, 167 GiB of host memory on each node, 8 nodes
+"""
+
+
+@pytest.mark.parametrize("of, works", lines_of(WORKS))
 def test_where_nothing_fits_it_says_what_is_missing_and_what_works(of, works, plan, planned):
     of = f"--model {of}"
     made, out = planned("", 1, of), plan("", 1, of)
-    assert [one["what"] for one in made["works_with"]] == works
+    assert ", ".join(one["what"] for one in made["works_with"]) == works
     for where in ("device", "host"):
         missing = made[where]["peak"] - made[where]["limit"]
         assert (f"{format_bytes(missing)} of {where} memory for each GPU" in out) == (missing > 0), where
@@ -222,11 +225,15 @@ def test_every_category_is_explained(planned):
     assert len(seen) > 12
 
 
-@pytest.mark.parametrize("config, trained", [
-    ({}, 40_960), ({"max_position_embeddings": 1000}, 1000),
-    ({"max_position_embeddings": 40_960, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0,
-      "original_max_position_embeddings": 32_768}}, 131_072),
-])  # fmt: skip
+LENGTHS = """
+{}                              -> 40960
+{max_position_embeddings: 1000} -> 1000
+{max_position_embeddings: 40960, rope_parameters: {rope_type: yarn, rope_theta: 1000000.0, factor: 4.0, \
+original_max_position_embeddings: 32768}} -> 131072
+"""
+
+
+@pytest.mark.parametrize("config, trained", values_of(LENGTHS))
 def test_lengths_beyond_the_trained_are_remarked(config, trained, planned):
     for times in (1, 2):
         length = f"--model Qwen/Qwen3-4B --seq-len {times * trained}"
@@ -254,21 +261,24 @@ def test_terms_can_be_set(planned):
     assert device["fragments"] == pytest.approx(7.91 * GIB, abs=10)
 
 
-@pytest.mark.parametrize("options, says", [
-    ("--model meta-llama/Llama-3.1-9B", "did you mean 'meta-llama/Llama-3.1-8B'"),
-    ("--set options.tile=true", "did you mean 'tiles'"),
-    ("--set options.tiles", "must have the form FIELD=VALUE"),
-    ("--gpu H100,H20", "did you mean 'H200'"),
-    ("--gpu H100,H200", "name one with --gpu"),
-    ("--gpu-memory '80 gigs'", "gpu_memory='80 gigs' is not a number with a unit"),
-    ("--seq-len many", "seq-len='many' is not a number"),
-    ("--seq-len 3", "must be at least 8: one token for each rank"),
-    ("--gpus -1", "gpus=-1"),
-    ("--gpus 0", "the GPUs of this machine, and it has none"),
-    ("--fragmentation 2", "a share of at least 0 and below 1"),
-    ("--set engine.sp=3", "sp=3 does not divide 8 GPUs"),
-    ("--preset paper --gpus 24 --set engine.sp=24", "preset 'paper' cannot share 32/8 heads over sp=24 ranks"),
-])  # fmt: skip
+REFUSED = """
+--model meta-llama/Llama-3.1-9B -> did you mean 'meta-llama/Llama-3.1-8B'
+--set options.tile=true         -> did you mean 'tiles'
+--set options.tiles             -> must have the form FIELD=VALUE
+--gpu H100,H20                  -> did you mean 'H200'
+--gpu H100,H200                 -> name one with --gpu
+--gpu-memory '80 gigs'          -> gpu_memory='80 gigs' is not a number with a unit
+--seq-len many                  -> seq-len='many' is not a number
+--seq-len 3                     -> must be at least 8: one token for each rank
+--gpus -1                       -> gpus=-1
+--gpus 0                        -> the GPUs of this machine, and it has none
+--fragmentation 2               -> a share of at least 0 and below 1
+--set engine.sp=3               -> sp=3 does not divide 8 GPUs
+--preset paper --gpus 24 --set engine.sp=24 -> preset 'paper' cannot share 32/8 heads over sp=24 ranks
+"""
+
+
+@pytest.mark.parametrize("options, says", lines_of(REFUSED))
 def test_what_cannot_be_planned_is_refused(options, says, plan, monkeypatch):
     monkeypatch.setattr("alstlib.planner.devices.device_count", lambda: 0)
     assert says in plan(options, 2)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import yaml
 from quick_steps import asked, quick  # noqa: F401
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -83,12 +84,14 @@ def test_longer_sequences_fit_a_hybrid_than_a_decoder_of_its_parameters_that_att
     assert one["exchange"] < other["exchange"]
 
 
-TWO = {"num_hidden_layers": 2}
-KINDS = {**TWO, "layer_types": ["linear_attention", "full_attention"]}
-LAYERS = {
-    "qwen3_next": KINDS, "qwen3_5_text": KINDS, "granitemoehybrid": KINDS, "bamba": {**TWO, "attn_layer_indices": [1]},
-    "falcon_h1": {**TWO, "mamba_d_ssm": 8192, "mamba_d_head": 64}, "nemotron_h": {"hybrid_override_pattern": "M*"},
-}  # fmt: skip
+LAYERS = yaml.safe_load("""
+qwen3_next: &kinds {num_hidden_layers: 2, layer_types: [linear_attention, full_attention]}
+qwen3_5_text: *kinds
+granitemoehybrid: *kinds
+bamba: {num_hidden_layers: 2, attn_layer_indices: [1]}
+falcon_h1: {num_hidden_layers: 2, mamba_d_ssm: 8192, mamba_d_head: 64}
+nemotron_h: {hybrid_override_pattern: "M*"}
+""")
 """Families with a recurrence, and fields of their configs."""
 
 

@@ -1,9 +1,9 @@
 """GPUs by name, and the answers about several machines: which hold a length, and how far each reaches."""
 
-import json
 import re
 
 import pytest
+from cases import check_refused, lines_of
 from quick_steps import asked, quick  # noqa: F401
 
 from alstlib.planner import command
@@ -12,38 +12,48 @@ from alstlib.planner.question import NEEDED
 
 
 @pytest.fixture
-def plan(alst):
-    """What people read of a plan for Llama-3.1-8B, and what programs read; what is computed is said beside it."""
-
-    def both(options, status=0):
-        shown, made = (alst(f"plan {form} {options}", status) for form in ("", "--json"))
-        return shown, json.loads(made.partition("\nalst: ")[0])
-
-    return both
+def plan(alst, answer):
+    """What people read of a plan for Llama-3.1-8B, and what programs read."""
+    return lambda options, status=0: (alst(f"plan {options}", status), answer(f"plan {options}", status))
 
 
-@pytest.mark.parametrize("written, name", [
-    ("h100", "H100"), ("NVIDIA H100 SXM5", "H100"), ("a100 80gb", "A100"), ("A100_40GB", "A100-40GB"),
-    ("rtx-4090", "RTX4090"), ("4090", "RTX4090"), ("GeForce RTX 4090", "RTX4090"),
-])  # fmt: skip
+WRITTEN = """
+h100             -> H100
+NVIDIA H100 SXM5 -> H100
+a100 80gb        -> A100
+A100_40GB        -> A100-40GB
+rtx-4090         -> RTX4090
+4090             -> RTX4090
+GeForce RTX 4090 -> RTX4090
+"""
+
+
+@pytest.mark.parametrize("written, name", lines_of(WRITTEN))
 def test_gpus_have_the_names_that_people_write(written, name):
     assert rates_of(written) is GPUS[name]
 
 
 @pytest.mark.parametrize("written, near", [("H101", "H100"), ("B300", "B200"), ("A100-20GB", "A100-40GB")])
 def test_another_name_is_refused_with_the_nearest(written, near):
-    with pytest.raises(ValueError, match=f"unknown gpu '{written}'; did you mean '{near}'"):
-        rates_of(written)
+    check_refused(f"unknown gpu '{written}'; did you mean '{near}'", rates_of, written)
 
 
-@pytest.mark.parametrize("driver, name", [
-    ("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H200", "H200"), ("NVIDIA GH200 480GB", "GH200"),
-    ("NVIDIA A100-SXM4-80GB", "A100"), ("NVIDIA A100-SXM4-40GB", "A100-40GB"), ("NVIDIA B200", "B200"),
-    ("NVIDIA GeForce RTX 4090", "RTX4090"), ("Tesla T4", ""),
-])  # fmt: skip
+DRIVERS = """
+NVIDIA H100 80GB HBM3   -> H100
+NVIDIA H200             -> H200
+NVIDIA GH200 480GB      -> GH200
+NVIDIA A100-SXM4-80GB   -> A100
+NVIDIA A100-SXM4-40GB   -> A100-40GB
+NVIDIA B200             -> B200
+NVIDIA GeForce RTX 4090 -> RTX4090
+Tesla T4                -> none
+"""
+
+
+@pytest.mark.parametrize("driver, name", lines_of(DRIVERS))
 def test_a_gpu_is_known_by_its_drivers_name(driver, name):
     found = rates_named(driver)
-    assert (found.name if found else "") == name
+    assert (found.name if found else "none") == name
 
 
 def test_rates_are_below_the_data_sheets():

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import check_refused, lines_of, values_of
 from quick_steps import quick  # noqa: F401
 from transformers import AutoModelForCausalLM
 
@@ -14,13 +15,20 @@ from alstlib.hf.public_models import PUBLIC, SHAPES
 from alstlib.planner import fits
 from alstlib.planner.model_shapes import read_shape
 
+SAME_SHAPES = """
+openai/gpt-oss-20b      -> {}
+google/gemma-2-9b       -> {}
+deepseek-ai/DeepSeek-V3 -> {}
+LiquidAI/LFM2-1.2B      -> {}
+small                   -> {hidden_size: 96}
+tiny                    -> {num_attention_heads: 8}
+tiny                    -> {hidden_size: 96, head_dim: 64}
+Qwen/Qwen3-4B           -> {hidden_size: 96, num_hidden_layers: 1}
+Qwen/Qwen2.5-7B         -> {num_attention_heads: 14, num_hidden_layers: 1}
+"""
 
-@pytest.mark.parametrize("name, fields", [
-    ("openai/gpt-oss-20b", {}), ("google/gemma-2-9b", {}), ("deepseek-ai/DeepSeek-V3", {}), ("LiquidAI/LFM2-1.2B", {}),
-    ("small", {"hidden_size": 96}), ("tiny", {"num_attention_heads": 8}), ("tiny", {"hidden_size": 96, "head_dim": 64}),
-    ("Qwen/Qwen3-4B", {"hidden_size": 96, "num_hidden_layers": 1}),
-    ("Qwen/Qwen2.5-7B", {"num_attention_heads": 14, "num_hidden_layers": 1}),
-])  # fmt: skip
+
+@pytest.mark.parametrize("name, fields", values_of(SAME_SHAPES))
 def test_shapes_are_those_of_transformers_models(name, fields):
     """Of published configs, and with other fields."""
     config = model_config(name, fields, shape_only=True)
@@ -88,21 +96,19 @@ def test_a_config_on_disk_and_in_the_hubs_cache(tmp_path, monkeypatch):
         assert read_shape(str(name)).layers == 5
 
 
-@pytest.mark.parametrize(
-    "name, says",
-    [
-        ("meta-llama/Llama-3.1-8", "did you mean 'meta-llama/Llama-3.1-8B'"),
-        ("smal", "did you mean 'small'"),
-        ("nothing/like/it", "built in: tiny, small"),
-    ],
-)
+UNKNOWN = """
+meta-llama/Llama-3.1-8 -> did you mean 'meta-llama/Llama-3.1-8B'
+smal                   -> did you mean 'small'
+nothing/like/it        -> built in: tiny, small
+"""
+
+
+@pytest.mark.parametrize("name, says", lines_of(UNKNOWN))
 def test_an_unknown_model_is_refused_with_the_nearest(name, says):
-    with pytest.raises(ValueError, match=says):
-        find_config(name)
+    check_refused(says, find_config, name)
 
 
 @pytest.mark.parametrize("text", ["{", "[]"])
 def test_a_config_that_cannot_be_read(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ValueError, match=r"config\.json"):
-        read_shape(str(tmp_path))
+    check_refused(r"config\.json", read_shape, str(tmp_path))

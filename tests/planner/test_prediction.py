@@ -2,9 +2,9 @@
 
 import itertools
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from cases import ROOT
 from quick_steps import quick  # noqa: F401
 
 from alstlib.config import PAPER_ROWS, ROWS, RunConfig, row_config
@@ -28,7 +28,6 @@ OURS = row_config("ours", RunConfig(model={"name": EIGHT_B.name, "dtype": "bf16"
     options={"chunk": None}
 )
 EIGHT = Machine(gpus=8, host_memory=1_900_000_000_000)
-ROOT = Path(__file__).resolve().parents[2]
 ABLATION, REAL = (
     sorted((ROOT / "papermill_runs/results" / folder).glob("*/result.json"))
     for folder in ("ablation-cpu", "planner/real")

@@ -4,6 +4,7 @@ import contextlib
 import random
 
 import pytest
+from cases import values_of
 
 from alstlib.planner.search import Trials, longest_that_fits
 
@@ -30,14 +31,20 @@ def check(found, peak_of, budget, trials=9):
     assert tried[found.length] <= budget < tried[found.length + GRANULE]
 
 
-@pytest.mark.parametrize("start", [2_048, 10_000, 61_184, 300_000])
-@pytest.mark.parametrize("base, slope, budget", [
-    (5_000_000, 900, 60_000_000), (10, 3, 90_000), (0, 7000, 700_000_000), (0, 1000, 17_000 * GRANULE),
-    (0, 1000, 17_000 * GRANULE - 1), (0, 1000, 1000 * GRANULE),
-])  # fmt: skip
-def test_an_affine_peak(base, slope, budget, start):
-    """An exact fit counts as fitting."""
+AFFINE = """
+5_000_000 -> 900  -> 60_000_000
+10        -> 3    -> 90_000
+0         -> 7000 -> 700_000_000
+0         -> 1000 -> 4_352_000
+0         -> 1000 -> 4_351_999
+0         -> 1000 -> 256_000
+"""
+"""An exact fit counts as fitting, and one byte less does not: 4,352,000 bytes are 17 granules."""
 
+
+@pytest.mark.parametrize("start", [2_048, 10_000, 61_184, 300_000])
+@pytest.mark.parametrize("base, slope, budget", values_of(AFFINE))
+def test_an_affine_peak(base, slope, budget, start):
     def peak_of(length):
         return base + slope * length
 

@@ -4,6 +4,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
+import yaml
 from layer_timeline import COMPUTE, COPIES, EXCHANGE, STATES, layer_spans
 from quick_steps import quick  # noqa: F401
 
@@ -25,17 +26,17 @@ RATES = rates_of("H100")
 OURS = row_config("ours", RunConfig(model={"name": SHAPE.name, "dtype": "bf16"}, engine={"sp": 0})).replace(
     options={"chunk": None}
 )
-RUNS = {
-    "attention once": OURS,
-    "attention twice": OURS.replace(options={"save_attention": False}),
-    "without checkpoints": OURS.replace(options={"checkpoint": False, "offload": False, "save_attention": False}),
-    "chunks": OURS.replace(options={"chunk": 16_384}),
-    "copies first": OURS.replace(options={"offload": "sync"}),
-    "ZeRO-2": OURS.replace(engine={"zero_stage": 2, "offload_optimizer": False}),
-    "one input in k": OURS.replace(options={"host_memory": "20GiB", "save_attention": False}),
-    "one input in k, outputs kept": OURS.replace(options={"host_memory": "60GiB", "save_attention": True}),
-    "two micro-batches of two": OURS.replace(data={"batch_size": 2}, optim={"accumulation": 2}),
-}
+RUNS = yaml.safe_load("""
+attention once: {}
+attention twice: {options.save_attention: false}
+without checkpoints: {options.checkpoint: false, options.offload: false, options.save_attention: false}
+chunks: {options.chunk: 16384}
+copies first: {options.offload: sync}
+ZeRO-2: {engine.zero_stage: 2, engine.offload_optimizer: false}
+one input in k: {options.host_memory: 20GiB, options.save_attention: false}
+one input in k, outputs kept: {options.host_memory: 60GiB, options.save_attention: true}
+two micro-batches of two: {data.batch_size: 2, optim.accumulation: 2}
+""")
 
 
 def both(run, ranks, seq_len):
@@ -52,7 +53,7 @@ def total(spans, lane):
 @pytest.mark.parametrize("name", RUNS)
 def test_all_layers_together_are_the_step(name, ranks):
     """And computing and the exchange take turns."""
-    run = RUNS[name]
+    run = OURS.replace(**RUNS[name])
     spans, step, found = both(run, ranks, 512_000)
     batches = run.optim.accumulation
     head = 3 * linear_flops(SHAPE, 512_000 * run.data.batch_size)["head"] / RATES.matmul / ranks * batches
@@ -83,7 +84,7 @@ def test_all_layers_together_are_the_step(name, ranks):
 def test_inputs_that_are_made_again_cost_a_forward(k, kept):
     """Of the layers whose input is not kept, the exchange where outputs are not kept, and one more gathering of their
     weights. Their products and attention are those of `test_all_layers_together_are_the_step`."""
-    run, tokens = RUNS["attention twice"], 512_000
+    run, tokens = OURS.replace(**RUNS["attention twice"]), 512_000
     once = replace(both(run, 8, tokens)[2], attention_kept=kept)
 
     def more(rates):

@@ -14,14 +14,14 @@ from alstlib.units import format_seconds
 SMALL = "meta-llama/Llama-3.2-1B"
 
 
-def test_its_command_says_the_same(monkeypatch, alst):
+def test_its_command_says_the_same(monkeypatch, answer):
     gpu, trained = "RTX4090", "an adapter (LoRA, r=16)"
     monkeypatch.setattr(what_fits, "GPUS", {gpu: GPUS[gpu]})
     cells = what_fits.plan(SMALL, 4, {})[gpu][0][[*what_fits.TRAINED].index(trained)]
     asked = what_fits.COMMAND.format(model=SMALL, gpu=gpu, gpus=4, host="96GB") + what_fits.TRAINED[trained]
     assert what_fits.hosts(GPUS[gpu], 4)[0] == "96GB"
     for more, (tokens, step, rate, limit, *way) in zip(("", f" --set options.chunk={what_fits.CHUNK}"), cells):
-        said = json.loads(alst(f"{asked}{more} --json".removeprefix("alst ")).partition("\nalst: ")[0])
+        said = answer(f"{asked}{more}".removeprefix("alst "))
         one = next((w for w in said["ways"] if [w["what"]] == way), said)
         assert said["options"]["model.lora"] == {"r": 16}
         assert (one["longest_sequence"], format_seconds(one["longest_step_seconds"])) == (tokens, step)

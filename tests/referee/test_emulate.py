@@ -7,7 +7,7 @@ import emulate
 import pytest
 import time_kernels
 import torch
-from cases import by_own_names, sample_of, train
+from cases import check_refused, run_with, sample_of, train
 from emulate import ballast
 
 import alstlib
@@ -20,27 +20,26 @@ from alstlib.runs.launch import launch
 from alstlib.train import worker
 
 RANKS = 4
-SHAPE = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 128}
-RUN = {
-    "options": "plain",
-    "model.name": "tiny",
-    "model.config": SHAPE,
-    "data.seq_len": 2048,
-    "model.dtype": "fp32",
-    "optim.steps": 1,
-    "options.tiles.loss": True,
-    "options.tiles.mlp": True,
-    "options.tiles.norm": True,
-    "options.offload": "sync",
-    "options.save_attention": "auto",
-    "engine.world_size": 1,
-    "engine.sp": 1,
-    "emulate": RANKS,
-}
+RUN = """
+options: plain
+options.tiles.loss: true
+options.tiles.mlp: true
+options.tiles.norm: true
+options.offload: sync
+options.save_attention: auto
+model.name: tiny
+model.config: {num_hidden_layers: 2, num_attention_heads: 8, num_key_value_heads: 4, hidden_size: 128}
+model.dtype: fp32
+data.seq_len: 2048
+optim.steps: 1
+engine.world_size: 1
+engine.sp: 1
+emulate: 4
+"""
 
 
 def run_of(**changes):
-    return RunConfig.from_dict({**RUN, **by_own_names(changes)})
+    return run_with(RUN, changes)
 
 
 def real_rank(rank, world, chunk):
@@ -97,8 +96,8 @@ def test_ballast_is_what_zero3_holds():
 
 
 def test_emulate_takes_one_rank():
-    with pytest.raises(ValueError, match=r"emulate=4 runs one real rank: engine\.world_size=2 must be 1"):
-        RunConfig(emulate=4, engine={"world_size": 2})
+    says = r"emulate=4 runs one real rank: engine\.world_size=2 must be 1"
+    check_refused(says, RunConfig, emulate=4, engine={"world_size": 2})
 
 
 def test_ligers_kernels_are_put_in_on_a_gpu(tmp_path, monkeypatch):

@@ -8,6 +8,8 @@ import peers
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
+from cases import values_of
 from operators import error_of
 from peers import Counts, floor_step, peak_over_start
 
@@ -18,19 +20,18 @@ from alstlib.runs.launch import launch
 from alstlib.ulysses.alltoall import Exchange
 
 REFERENCE = ("deepspeed", "deepspeed, loss tiles")
-SHAPE = {"num_hidden_layers": 2, "vocab_size": 256}
-RUN = {
-    "model.name": "tiny",
-    "model.config": SHAPE,
-    "engine.world_size": 2,
-    "engine.sp": 2,
-    "engine.offload_optimizer": False,
-    "model.dtype": "fp32",
-    "optim.learning_rate": 0.0,
-    "optim.steps": 2,
-    "options.chunk": 64,
-    "data.seq_len": 320,
-}
+RUN = yaml.safe_load("""
+model.name: tiny
+model.config: {num_hidden_layers: 2, vocab_size: 256}
+model.dtype: fp32
+engine.world_size: 2
+engine.sp: 2
+engine.offload_optimizer: false
+optim.learning_rate: 0.0
+optim.steps: 2
+options.chunk: 64
+data.seq_len: 320
+""")
 
 
 @pytest.fixture(scope="module")
@@ -118,16 +119,15 @@ def test_longest_in_an_equal_budget(tmp_path):
     assert results.table([found])[0]["seq_len"]
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"peers": []}, "peers names no stack"),
-        ({"peers": ["our"]}, "unknown stack in peers 'our'; did you mean 'ours'"),
-        ({"peers": ["ours+chunk"], "options.chunk": None}, "set chunk, the tokens of a chunk"),
-        ({"peers": ["ours"], "search": True}, "search=True needs device_memory"),
-    ],
-    ids=str,
-)
+BAD = """
+{peers: []}                               -> peers names no stack
+{peers: [our]}                            -> unknown stack in peers 'our'; did you mean 'ours'
+{peers: [ours+chunk], options.chunk: null} -> set chunk, the tokens of a chunk
+{peers: [ours], search: true}             -> search=True needs device_memory
+"""
+
+
+@pytest.mark.parametrize("changes, message", values_of(BAD))
 def test_bad_input(ranks2, tmp_path, changes, message):
     for found in ranks2(_refused, {**RUN, **changes}, str(tmp_path)):
         assert message in found
@@ -197,5 +197,7 @@ def test_the_peak_over_what_is_there():
 def test_floor_runs():
     from transformers import LlamaConfig
 
-    config = LlamaConfig(**{**SHAPE, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4})
+    config = LlamaConfig(
+        **{**RUN["model.config"], "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    )
     floor_step(config, 64, 2, torch.device("cpu"), bf16=False)()

@@ -6,7 +6,6 @@ shrink_then_hang (rank 1 at once), stuck (memory runs out at the same length aga
 that it lost it), stopped (rank 1).
 """
 
-import argparse
 import json
 import os
 import signal
@@ -30,13 +29,10 @@ def is_alive(started):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--config", type=Path)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    given = {name: Path(value) for name, value in zip(sys.argv[1::2], sys.argv[2::2])}
     launch.die_with_parent()
     answer_where()
-    out, config = args.out, RunConfig.from_dict(json.loads(args.config.read_text()))
+    out, config = given["--out"], RunConfig.from_dict(json.loads(given["--config"].read_text()))
     what, rank, length = config.model.config["fake"], int(os.environ["RANK"]), config.data.seq_len
     progress = launch.Progress(out / "progress.jsonl", rank)
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+from cases import check_refused
 
 from alstlib.config import RunConfig
 from alstlib.planner.gpus import rates_of
@@ -57,8 +58,7 @@ def test_two_ranks_measure_and_a_plan_reads_it(ranks2, tmp_path, capsys, alst):
 
 def test_what_is_no_machine_is_refused(tmp_path):
     (tmp_path / "result.json").write_text(json.dumps({"metrics": {"seq_len": 3}}))
-    with pytest.raises(ValueError, match="name a result of `alst check`"):
-        read_machine(tmp_path)
+    check_refused("name a result of `alst check`", read_machine, tmp_path)
 
 
 H100 = rates_of("H100")

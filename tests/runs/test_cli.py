@@ -16,7 +16,7 @@ import nbformat
 import psutil
 import pytest
 import yaml
-from cases import lines_of, make_file, wait_for
+from cases import check_refused, lines_of, make_file, wait_for
 from nbformat.v4 import new_code_cell, new_notebook
 from test_launch import PATHS, processes_of, result_of, with_gpus
 
@@ -116,9 +116,9 @@ def test_fail_fast(tmp_path, ran, alst):
     assert [row for row, _ in ran] == ["good", "good", "bad"]
 
 
-def test_status_of_what_ended(sweep, alst):
+def test_status_of_what_ended(sweep, alst, answer):
     spec = sweep[0]
-    shown, made = alst(f"status {spec}", 1), json.loads(alst(f"status {spec} --json", 1))
+    shown, made = alst(f"status {spec}", 1), answer(f"status {spec}", 1)
     good, bad = made["rows"]
     assert re.search(r"(?m)^good +ok", shown)
     assert re.search(r"(?m)^bad .*RankFailed: rank 1 ended with exit status 1", shown)
@@ -194,7 +194,7 @@ def test_status_judges_rows_as_the_machine_that_ran_them(tmp_path, monkeypatch, 
     assert "ok with optim.steps=3 (here 4)" in alst(f"status {spec}", 3)
 
 
-def test_commands_to_type_next_can_be_typed(tmp_path, monkeypatch, ran, alst):
+def test_commands_to_type_next_can_be_typed(tmp_path, monkeypatch, ran, alst, answer):
     """They name the folder of the results where it is not the usual one, and quote what a shell would take apart."""
     (home := tmp_path / "my sweeps").mkdir()
     spec, out = write_spec(home), tmp_path / "other results"
@@ -208,7 +208,7 @@ def test_commands_to_type_next_can_be_typed(tmp_path, monkeypatch, ran, alst):
     put(out / "bad", cli.load_spec(spec).rows["bad"], "error", began=time.time())
 
     def typed():
-        return list(json.loads(alst(f"status {where} --json", 1))["next"])
+        return list(answer(f"status {where}", 1)["next"])
 
     with locks.hold(out):
         assert typed() == ["less 'other results/bad/logs/one/agent.log'", f"alst report {where}"]
@@ -273,14 +273,14 @@ def program(spec, *interpreter, **how):
         sweep.wait()
 
 
-def test_what_runs_runs_once_and_ends_with_its_sweep(tmp_path, alst):
+def test_what_runs_runs_once_and_ends_with_its_sweep(tmp_path, alst, answer):
     """Status follows a running sweep; a second one says who runs and touches nothing; SIGTERM leaves nothing behind."""
     spec, out = write_spec(tmp_path, rows=[*HANGS, {"name": "two", "model.config": {"fake": "ok"}}]), out_of(tmp_path)
     with program(spec, stdout=subprocess.PIPE) as sweep:
         while "/2  loss" not in (line := sweep.stdout.readline()):  # progress of the row reaches the terminal
             assert line
         assert wait_for(lambda: len(list(out.glob("one/started.[01]"))) == 2, 120)
-        made = json.loads(alst(f"status {spec} --json", 3))
+        made = answer(f"status {spec}", 3)
         row = made["rows"][0]
         assert (row["state"], row["step"], row["steps"]) == ("running", 2, 2)
         assert row["seconds"] > 0
@@ -290,8 +290,7 @@ def test_what_runs_runs_once_and_ends_with_its_sweep(tmp_path, alst):
         before = {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file() and p.suffix != ".ipynb"}
         assert f"in use by another run: process {sweep.pid} on " in alst(f"run {spec} --force", 2)
         assert {p: p.stat().st_mtime_ns for p in before} == before
-        with pytest.raises(ValueError, match="its folder is in use by process"):
-            cli.run_row(cli.load_spec(spec), "one")
+        check_refused("its folder is in use by process", cli.run_row, cli.load_spec(spec), "one")
         sweep.terminate()
         sweep.communicate(timeout=notebooks.KERNEL_SECONDS + processes.GRACE_SECONDS)
     assert sweep.returncode == 130
@@ -360,14 +359,18 @@ def test_unknown_names_are_refused_before_anything_starts(tmp_path, monkeypatch,
 def test_many_more_ranks_than_cores_are_refused(tmp_path, monkeypatch):
     """A typing error would start 100,000 processes."""
     monkeypatch.setattr("alstlib.runs.workers.cores", lambda: 2)
-    with pytest.raises(ValueError, match=r"engine.world_size=18 would .* a machine with 2 cores; give at most 16"):
-        launch.launch(RunConfig(engine={"world_size": 18}), tmp_path / "run")
+    check_refused(
+        r"engine.world_size=18 would .* a machine with 2 cores; give at most 16",
+        launch.launch,
+        RunConfig(engine={"world_size": 18}),
+        tmp_path / "run",
+    )
     assert not (tmp_path / "run").exists()
     workers.check_ranks(16, 1, 0)
     workers.check_ranks(100_000, 1, 100_000)
 
 
-def test_set_is_repeated_in_what_is_typed_next_and_status_knows_it(tmp_path, monkeypatch, ran, alst):
+def test_set_is_repeated_in_what_is_typed_next_and_status_knows_it(tmp_path, monkeypatch, ran, alst, answer):
     """It changes fields of all rows; values are YAML's."""
     spec, ran.status, ran.error = write_spec(tmp_path), "error", {"type": "E", "message": ""}
     changed = {"options.chunk": 64, "optim.learning_rate": 1e-5, "optim.trainer": {"seed": 3}, "model.name": "7"}
@@ -385,7 +388,7 @@ def test_set_is_repeated_in_what_is_typed_next_and_status_knows_it(tmp_path, mon
     for argument in ("spec.yaml", as_run.out):
         alst(f"status {argument}")
     shutil.rmtree(as_run.out / "good")
-    command, *_ = json.loads(alst("status spec.yaml --json", 3))["next"]
+    command, *_ = answer("status spec.yaml", 3)["next"]
     assert "bad: it finished already: ok" in alst(f"{command.removeprefix('alst ')} --dry-run")
     assert "it finished already" not in alst("run spec.yaml --dry-run")
     assert "--set chunk must have the form FIELD=VALUE" in alst("run spec.yaml --dry-run --set chunk", 2)
@@ -406,15 +409,19 @@ def test_a_spec_outside_of_the_clone_runs_its_notebook(tmp_path, monkeypatch, al
     assert f"no runs below {out}" in alst("status")
 
 
+NOWHERE = """
+run {}/spec.yaml --rows good,bda -> unknown row 'bda'; did you mean 'bad'?
+status {}/no.yaml                -> no.yaml does not exist;
+run {}/loop.yaml                 -> loop.yaml does not exist; it is a symbolic link to loop.yaml
+report {}                        -> there is no result.json below
+"""
+
+
 def test_rows_that_are_not_in_the_spec_and_specs_that_do_not_exist(tmp_path, alst):
     (tmp_path / "loop.yaml").symlink_to("loop.yaml")
-    for line, says in (
-        (f"run {write_spec(tmp_path)} --rows good,bda", "unknown row 'bda'; did you mean 'bad'?"),
-        (f"status {tmp_path}/no.yaml", "no.yaml does not exist; "),
-        (f"run {tmp_path}/loop.yaml", "loop.yaml does not exist; it is a symbolic link to loop.yaml"),
-        (f"report {tmp_path}", "there is no result.json below"),
-    ):
-        assert says in alst(line, 2)
+    write_spec(tmp_path)
+    for line, says in lines_of(NOWHERE):
+        assert says in alst(line.format(tmp_path), 2)
 
 
 def test_nothing_unprintable_reaches_a_terminal(tmp_path, capsys):

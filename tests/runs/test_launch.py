@@ -17,7 +17,7 @@ from unittest import mock
 import psutil
 import pytest
 import torch
-from cases import READS_PROC, by_own_names, make_file, wait_for
+from cases import check_refused, lines_of, make_file, reads_proc, run_with, values_of, wait_for
 
 from alstlib.config import RunConfig, row_config
 from alstlib.planner import devices, preflight
@@ -45,7 +45,7 @@ def papermill(output, *options):
 
 def fake(what, **fields):
     """Fields by their own names, such as `timeout=40`."""
-    return RunConfig.from_dict({"model.config": {"fake": what}, **by_own_names({"timeout": 200, **fields})})
+    return run_with("timeout: 200", {"model.config": {"fake": what}, **fields})
 
 
 def start(what, out, on_progress=None, **fields):
@@ -142,10 +142,14 @@ def test_out_of_memory_is_a_result(tmp_path):
     assert launch.finished(fake("oom"), tmp_path) == result
 
 
-@pytest.mark.parametrize("what, says", [
-    ("fail", "rank 1 ended with exit status 1: RuntimeError: rank one is broken"),
-    ("ok_then_fail", "rank 1"), ("silent", "without writing result.json"),
-])  # fmt: skip
+FAILS = """
+fail         -> rank 1 ended with exit status 1: RuntimeError: rank one is broken
+ok_then_fail -> rank 1
+silent       -> without writing result.json
+"""
+
+
+@pytest.mark.parametrize("what, says", lines_of(FAILS))
 def test_a_run_that_ends_with_an_error(tmp_path, what, says):
     """One that fails after its result keeps the metrics and gets the logs; and an `ok` that an earlier run left is not
     taken for that of a worker which wrote none."""
@@ -162,7 +166,7 @@ def test_a_run_that_ends_with_an_error(tmp_path, what, says):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not READS_PROC, reason="reads /proc")
+@reads_proc
 def test_a_rank_that_is_stopped_ends_the_run_within_the_limit_and_is_named(tmp_path):
     with pytest.raises(
         launch.RunFailed, match=r"Stalled: no step ended for limits\.step_timeout=30 s: the last step was 2 of"
@@ -260,24 +264,36 @@ def test_progress_that_a_full_disk_does_not_take_is_dropped_with_a_warning():
         launch.Progress("/dev/full").emit("step", step=1)
 
 
-@pytest.mark.parametrize("engine, gpus, nodes, found", [
-    ({"sp": 0}, 0, 1, (2, 2)), ({"sp": 0}, 8, 4, (32, 32)),
-    ({"sp": 3}, 0, 1, "engine.sp=3 does not divide world_size=2: use sp=2, or world_size=3"),
-    ({"world_size": 3}, 0, 2, "world_size=3 ranks do not divide evenly over 2 nodes with no GPUs each; nearest: 4"),
-    ({"world_size": 9}, 8, 1, "world_size=9 ranks do not divide evenly over 1 nodes with 8 GPUs each; nearest: 8"),
-])  # fmt: skip
+RESOLVED = """
+{sp: 0}         -> 0 -> 1 -> [2, 2]
+{sp: 0}         -> 8 -> 4 -> [32, 32]
+{sp: 3}         -> 0 -> 1 -> "engine.sp=3 does not divide world_size=2: use sp=2, or world_size=3"
+{world_size: 3} -> 0 -> 2 -> "world_size=3 ranks do not divide evenly over 2 nodes with no GPUs each; nearest: 4"
+{world_size: 9} -> 8 -> 1 -> "world_size=9 ranks do not divide evenly over 1 nodes with 8 GPUs each; nearest: 8"
+"""
+
+
+@pytest.mark.parametrize("engine, gpus, nodes, found", values_of(RESOLVED))
 def test_resolve(monkeypatch, engine, gpus, nodes, found):
     with_gpus(monkeypatch, gpus)
     run = RunConfig(engine=engine)
     if isinstance(found, str):
-        with pytest.raises(ValueError, match=found):
-            launch.resolve(run, nodes)
+        check_refused(found, launch.resolve, run, nodes)
     else:
         resolved = launch.resolve(run, nodes).engine
-        assert (resolved.world_size, resolved.sp) == found
+        assert [resolved.world_size, resolved.sp] == found
 
 
-@pytest.mark.parametrize("visible, count", [(None, 4), ("", 0), ("0,2", 2), ("1,-1,2", 1), ("GPU-a", 1)])
+VISIBLE = """
+null     -> 4
+''       -> 0
+'0,2'    -> 2
+'1,-1,2' -> 1
+GPU-a    -> 1
+"""
+
+
+@pytest.mark.parametrize("visible, count", values_of(VISIBLE))
 def test_visible_devices(monkeypatch, visible, count):
     monkeypatch.setattr(devices, "_installed_gpus", lambda: 4)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -347,8 +363,7 @@ def test_a_model_that_is_not_there_starts_no_rank(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(torchrun, "start", lambda *a: pytest.fail("ranks were started"))
     for name, says in (("tinny", "built-in shapes: tiny, "), (str(tmp_path / "lama"), "does not exist")):
-        with pytest.raises(ValueError, match=says):
-            launch.launch(RunConfig(model={"name": name}), tmp_path / "out")
+        check_refused(says, launch.launch, RunConfig(model={"name": name}), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

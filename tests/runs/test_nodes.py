@@ -13,7 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cases import READS_PROC, listening, make_file, wait_for
+import yaml
+from cases import check_refused, lines_of, listening, make_file, reads_proc, values_of, wait_for
 from test_launch import PATHS, hanging, in_thread, processes_of, result_of, start, with_gpus
 
 from alstlib import sizing
@@ -63,38 +64,45 @@ def test_which_nodes_there_are(monkeypatch, env, given, count, launcher, head):
     assert cluster.told({"ALST_NODES": "2", **SLURM}) == cluster.Nodes(), "an opened notebook"
 
 
-@pytest.mark.parametrize("env, given, says", [
-    ({}, (2,), "--nodes 2 needs --launcher CMD outside of a Slurm job"),
-    ({**SLURM, "SLURM_STEP_NUM_TASKS": "3"}, (), "srun started this command 3 times, but it must be started once"),
-    ({**SLURM, "SLURM_GPUS_ON_NODE": "4"}, (), "Slurm gave this node 4 GPUs, but PyTorch can use 8"),
-    ({}, (2, "no-such-launcher -n 2"), "--launcher no-such-launcher -n 2: there is no command 'no-such-launcher'"),
-])  # fmt: skip
+IMPOSSIBLE = """
+{}                          -> [2] -> --nodes 2 needs --launcher CMD outside of a Slurm job
+{SLURM_STEP_NUM_TASKS: '3'} -> []  -> srun started this command 3 times, but it must be started once
+{SLURM_GPUS_ON_NODE: '4'}   -> []  -> Slurm gave this node 4 GPUs, but PyTorch can use 8
+{}                          -> [2, no-such-launcher -n 2] \
+-> "--launcher no-such-launcher -n 2: there is no command 'no-such-launcher'"
+"""
+"""Variables beside those of a job where there are any, and options."""
+
+
+@pytest.mark.parametrize("env, given, says", values_of(IMPOSSIBLE))
 def test_nodes_that_cannot_be(monkeypatch, env, given, says):
     with_gpus(monkeypatch, 8)
-    with pytest.raises(ValueError, match=says):
-        cluster.here(*given, env=env)
+    check_refused(says, cluster.here, *given, env=env and {**SLURM, **env})
 
 
-@pytest.mark.parametrize("env, says", [
-    ({"ALST_NODE_RANK": "1", "SLURM_PROCID": "0"}, 1), ({"OMPI_COMM_WORLD_RANK": "1"}, 1), ({"SLURM_PROCID": "0"}, 0),
-    ({}, "ALST_NODE_RANK= must be the rank of this node, from 0 to 1.* set one of ALST_NODE_RANK, OMPI_COMM_WORLD_"),
-    ({"PMI_RANK": "2"}, "PMI_RANK=2 must be the rank"), ({"ALST_NODE_RANK": "a"}, "ALST_NODE_RANK=a must be the rank"),
-])  # fmt: skip
+RANK_OF_NODE = """
+{ALST_NODE_RANK: '1', SLURM_PROCID: '0'} -> 1
+{OMPI_COMM_WORLD_RANK: '1'}              -> 1
+{SLURM_PROCID: '0'}                      -> 0
+{} -> ALST_NODE_RANK= must be the rank of this node, from 0 to 1.* set one of ALST_NODE_RANK, OMPI_COMM_WORLD_
+{PMI_RANK: '2'}   -> PMI_RANK=2 must be the rank
+{ALST_NODE_RANK: a} -> ALST_NODE_RANK=a must be the rank
+"""
+
+
+@pytest.mark.parametrize("env, says", values_of(RANK_OF_NODE))
 def test_the_rank_of_a_node(env, says):
     if isinstance(says, int):
         assert torchrun.node_rank(2, env) == says
         return
-    with pytest.raises(ValueError, match=says):
-        torchrun.node_rank(2, env)
+    check_refused(says, torchrun.node_rank, 2, env)
 
 
 def test_the_heads_address_is_one_that_others_reach(monkeypatch):
     assert torchrun.free_port("127.0.0.1") > 0
-    with pytest.raises(ValueError, match=r"--head 192\.0\.2\.1: this node cannot listen there"):
-        torchrun.free_port("192.0.2.1")
+    check_refused(r"--head 192\.0\.2\.1: this node cannot listen there", torchrun.free_port, "192.0.2.1")
     monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **kw: [(2, 1, 6, "", ("127.0.1.1", 0))])
-    with pytest.raises(ValueError, match=r"n1 means 127\.0\.1\.1 on this node, which no other node can reach"):
-        torchrun.free_port("n1")
+    check_refused(r"n1 means 127\.0\.1\.1 on this node, which no other node can reach", torchrun.free_port, "n1")
 
 
 def test_a_run_ends_before_its_job(monkeypatch):
@@ -165,7 +173,7 @@ def test_a_sweep_on_two_nodes_is_the_sweep_on_one(tmp_path, spec):
 
 @pytest.mark.launch
 @pytest.mark.usefixtures("two_nodes")
-@pytest.mark.skipif(not READS_PROC, reason="reads Linux's /proc")
+@reads_proc
 def test_nodes_that_fail_are_named(tmp_path):
     """A rank that is killed on the second node; and a node that dies, in a search that went on after memory ran out."""
     with pytest.raises(launch.RunFailed, match=r"RankKilled: node 1 \(host1\): rank 1 was ended by SIGKILL") as e:
@@ -185,7 +193,7 @@ def test_nodes_that_fail_are_named(tmp_path):
 
 @pytest.mark.launch
 @pytest.mark.usefixtures("two_nodes")
-@pytest.mark.skipif(not READS_PROC, reason="reads Linux's /proc")
+@reads_proc
 def test_the_ranks_of_both_nodes_say_where_they_are(tmp_path):
     with pytest.raises(launch.RunFailed, match=r"Timeout: the run took longer than limits\.timeout=25 s") as e:
         start("hang", tmp_path, timeout=25, world_size=2)
@@ -201,7 +209,7 @@ VICTIMS = {
 
 @pytest.mark.launch
 @pytest.mark.usefixtures("two_nodes")
-@pytest.mark.skipif(not READS_PROC, reason="reads Linux's /proc")
+@reads_proc
 def test_who_ends_leaves_nothing_on_any_node(tmp_path):
     """Four runs at once, in each of which another one ends. Agents end with their launcher, also where that could not
     tell them."""
@@ -259,17 +267,22 @@ def test_what_nodes_say_is_found_in_the_launchers_words(tmp_path):
     assert torchrun.read_reports(log) == [starts(1), starts(0)]
 
 
-@pytest.mark.parametrize("reports, ended, kind, says", [
-    ([ends(0, 1), ends(1, 1, "RankKilled")], "", "RankKilled", "node 1 (n1): why 1"),
-    ([ends(1, 1), ends(0, 1)], "", "RankFailed", "node 1 (n1): why 1"),
-    ([ends(0, 1)], "", "RankFailed", "node 0 (n0): why 0"),
-    ([ends(0, 1)], "x ended", "NodeLost", "node 1 (n1) ended without a word; x ended; srun: n1: Killed"),
-    ([ends(0, 1, "RankKilled")], "x ended", "RankKilled", "node 0 (n0): why 0"),
-    ([ends(0, 143)], "x ended", "NodeLost", "node 1 (n1) ended without a word; x ended; srun: n1: Killed"),
-    (None, "x ended", "LauncherFailed", "x ended; node 0 never started; node 1 never started; srun: n1: Killed"),
-])  # fmt: skip
+ENDED = """
+[[0, 1], [1, 1, RankKilled]] ->         -> RankKilled -> node 1 (n1): why 1
+[[1, 1], [0, 1]]             ->         -> RankFailed -> node 1 (n1): why 1
+[[0, 1]]                     ->         -> RankFailed -> node 0 (n0): why 0
+[[0, 1]]                     -> x ended -> NodeLost   -> node 1 (n1) ended without a word; x ended; srun: n1: Killed
+[[0, 1, RankKilled]]         -> x ended -> RankKilled -> node 0 (n0): why 0
+[[0, 143]]                   -> x ended -> NodeLost   -> node 1 (n1) ended without a word; x ended; srun: n1: Killed
+null -> x ended -> LauncherFailed -> x ended; node 0 never started; node 1 never started; srun: n1: Killed
+"""
+"""What nodes said when they ended, where they said that they started; what became of the launcher; and the cause."""
+
+
+@pytest.mark.parametrize("reports, ended, kind, says", lines_of(ENDED))
 def test_who_ended_a_run(tmp_path, reports, ended, kind, says):
-    said = [] if reports is None else words(starts(0), starts(1), *reports)
+    reports = yaml.safe_load(reports)
+    said = [] if reports is None else words(starts(0), starts(1), *(ends(*one) for one in reports))
     log = tmp_path / "launcher.log"
     log.write_text("\n".join([*said, "srun: n1: Killed"]))
     assert torchrun.cause(log, 2, ended) == (kind, says)
@@ -301,28 +314,39 @@ def test_free_memory_without_any_limit_is_the_machines(monkeypatch):
     assert sizing.host_free() == pytest.approx(psutil.virtual_memory().available, rel=0.5)
 
 
+GIVEN = """
+{}                                                -> []
+{SLURM_MEM_PER_NODE: '0'}                         -> []
+{SLURM_MEM_PER_NODE: '4'}                         -> [4]
+{SLURM_MEM_PER_CPU: '3', SLURM_CPUS_ON_NODE: '5'} -> [15]
+{SLURM_MEM_PER_GPU: '7', SLURM_GPUS_ON_NODE: '2'} -> [14]
+"""
+"""Slurm's variables, and MiB."""
+
+
 def test_free_memory_is_what_slurm_gave(monkeypatch):
-    for env, nbytes in (
-        ({"SLURM_MEM_PER_NODE": "4"}, [4]), ({"SLURM_MEM_PER_NODE": "0"}, []), ({}, []),
-        ({"SLURM_MEM_PER_CPU": "3", "SLURM_CPUS_ON_NODE": "5"}, [15]),
-        ({"SLURM_MEM_PER_GPU": "7", "SLURM_GPUS_ON_NODE": "2"}, [14]),
-    ):  # fmt: skip
+    for env, nbytes in values_of(GIVEN):
         assert list(sizing._job_has(env)) == [n * 2**20 for n in nbytes]
     monkeypatch.setenv("SLURM_MEM_PER_NODE", "4")
     assert sizing.host_free() == 4 * 2**20
 
 
-@pytest.mark.parametrize("number, grace, told, ends", [
-    (signal.SIGUSR1, 0.0, 1, False), (signal.SIGTERM, 0.0, 0, True), (signal.SIGTERM, 0.2, 1, True),
-])  # fmt: skip
-def test_a_warning_is_heard_and_sigterm_ends_after_the_grace(number, grace, told, ends):
+WARNINGS = """
+SIGUSR1 -> 0.0 -> 1 -> false
+SIGTERM -> 0.0 -> 0 -> true
+SIGTERM -> 0.2 -> 1 -> true
+"""
+
+
+@pytest.mark.parametrize("name, grace, told, ends", values_of(WARNINGS))
+def test_a_warning_is_heard_and_sigterm_ends_after_the_grace(name, grace, told, ends):
     heard, began = [], time.monotonic()
     with (
         pytest.raises(KeyboardInterrupt) if ends else contextlib.nullcontext(),
         processes.warnings_call(lambda: heard.append(1), grace),
         processes.sigterm_interrupts(),
     ):
-        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.Signals[name])
         assert len(heard) == told
         time.sleep(0.3)
         assert not ends

@@ -8,15 +8,11 @@ import re
 import subprocess
 import sys
 import types
-from pathlib import Path
 
 import pytest
-from cases import make_file
+from cases import ROOT, make_file, values_of
 
 from alstlib.runs import locks, progress
-
-REPOSITORY = Path(__file__).parents[2]
-
 
 ENDS = {"event": "end", "row": "r", "status": "ok"}
 
@@ -99,7 +95,7 @@ show({"event": "end", "row": "r", "status": "ok"})
 print("next")
 """
     master, slave = pty.openpty()  # of no size, as under some tools
-    env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TERM": "xterm"}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"}
     ran = subprocess.Popen([sys.executable, "-c", code], stdout=slave, env=env)
     os.close(slave)
     said = b""
@@ -192,7 +188,7 @@ with locks.hold(Path(sys.argv[1])):
     print(flush=True)
     time.sleep(60)
 """
-    with subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, cwd=REPOSITORY) as child:
+    with subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, cwd=ROOT) as child:
         child.stdout.readline()
         assert locks.holder(tmp_path)["pid"] == child.pid
         child.kill()
@@ -246,14 +242,17 @@ def failed(*ended, error_file=""):
     return failures
 
 
-@pytest.mark.parametrize("ended, kind, says", [
-    (((2, -15), (0, -15), (1, 1)), "RankKilled", "rank 2 was ended by SIGTERM (Linux sends SIGKILL where the host's"),
-    (((1, -6), (0, -15), (2, 1)), "RankFailed", "rank 1 ended with exit status -6"),
-    (((1, 1), (0, -15), (2, -9, 30)), "RankFailed", "rank 1 ended with exit status 1"),
-    (((1, 1), (2, 3, -5), (0, -15)), "RankFailed", "rank 2 ended with exit status 3"),
-    (((1, -11), (2, -9), (0, -15)), "RankKilled", "rank 1 was ended by SIGSEGV"),
-    (((1, 1), (2, -9), (0, -15)), "RankKilled", "rank 2 was ended by SIGKILL"),
-])  # fmt: skip
+FIRST = """
+[[2, -15], [0, -15], [1, 1]]    -> RankKilled -> rank 2 was ended by SIGTERM (Linux sends SIGKILL where the host's
+[[1, -6], [0, -15], [2, 1]]     -> RankFailed -> rank 1 ended with exit status -6
+[[1, 1], [0, -15], [2, -9, 30]] -> RankFailed -> rank 1 ended with exit status 1
+[[1, 1], [2, 3, -5], [0, -15]]  -> RankFailed -> rank 2 ended with exit status 3
+[[1, -11], [2, -9], [0, -15]]   -> RankKilled -> rank 1 was ended by SIGSEGV
+[[1, 1], [2, -9], [0, -15]]     -> RankKilled -> rank 2 was ended by SIGKILL
+"""
+
+
+@pytest.mark.parametrize("ended, kind, says", values_of(FIRST))
 def test_the_rank_that_failed_first(tmp_path, ended, kind, says):
     """What torchrun itself ended says nothing, and a rank that aborts has lost another."""
     found, why = progress.root_cause(failed(*ended), tmp_path)

@@ -8,6 +8,8 @@ import subprocess
 from unittest import mock
 
 import pytest
+import yaml
+from cases import check_refused, lines_of
 
 from alstlib.config import RunConfig
 from alstlib.hf import models
@@ -63,8 +65,7 @@ def test_what_is_written_is_plain_json(tmp_path):
     assert read == {"loss": [1.0, None], "tflops": {"paper": None, "model": 2.0}}
     results.write_result(path, result(seq_len=torch.tensor(7), where=tmp_path))
     assert results.read_result(path)["metrics"] == {"seq_len": 7, "where": str(tmp_path)}
-    with pytest.raises(ValueError, match="cannot be written as JSON"):
-        results.write_result(path, result(loss=[print]))
+    check_refused("cannot be written as JSON", results.write_result, path, result(loss=[print]))
     assert results.read_result(path)["metrics"]["seq_len"] == 7
 
 
@@ -81,32 +82,43 @@ def test_full_disk_keeps_the_previous_result(tmp_path, monkeypatch, call):
     assert os.listdir(tmp_path) == ["result.json"]
 
 
-METRICS = (
-    {"loss": [{}]}, {"step_seconds": [{}]}, {"device_peak_bytes": 3}, {"notes": 5},
-    {"predicted": {"step_seconds": "x"}}, {"seq_len": "long"}, {"tried": 7}, {"tflops": {"paper": "x"}},
-    {"tokens_per_step": "x"}, {"eval_steps": 7},
-)  # fmt: skip
+TEXTS = """
+{                     -> Invalid JSON
+[]                    -> should be an object
+{"schema_version": 1} -> run_id=.*: Field required
+"""
+FIELDS = r"""
+schema_version: 2  -> schema_version=2: Input should be 1
+status: done       -> status='done': Input should be 'ok', 'oom'
+mode: guessed      -> mode='guessed': Input should be 'real'
+row: [bad]         -> row=\['bad'\]: Input should be a valid string
+metrics: {loss: [{}]}                    -> metrics\.loss.*=.*: Input should be
+metrics: {step_seconds: [{}]}            -> metrics\.step_seconds.*=.*: Input should be
+metrics: {device_peak_bytes: 3}          -> metrics\.device_peak_bytes.*=.*: Input should be
+metrics: {notes: 5}                      -> metrics\.notes.*=.*: Input should be
+metrics: {predicted: {step_seconds: x}}  -> metrics\.predicted.*=.*: Input should be
+metrics: {seq_len: long}                 -> metrics\.seq_len.*=.*: Input should be
+metrics: {tried: 7}                      -> metrics\.tried.*=.*: Input should be
+metrics: {tflops: {paper: x}}            -> metrics\.tflops.*=.*: Input should be
+metrics: {tokens_per_step: x}            -> metrics\.tokens_per_step.*=.*: Input should be
+metrics: {eval_steps: 7}                 -> metrics\.eval_steps.*=.*: Input should be
+"""
 
 
-@pytest.mark.parametrize("text, message", [
-    ("{", "Invalid JSON"), ("[]", "should be an object"), ('{"schema_version": 1}', "run_id=.*: Field required"),
-    ({"schema_version": 2}, "schema_version=2: Input should be 1"),
-    ({"status": "done"}, "status='done': Input should be 'ok', 'oom'"),
-    ({"mode": "guessed"}, "mode='guessed': Input should be 'real'"),
-    ({"row": ["bad"]}, r"row=\['bad'\]: Input should be a valid string"),
-    *(({"metrics": metrics}, r"metrics\.\w+.*=.*: Input should be") for metrics in METRICS),
-])  # fmt: skip
-def test_bad_results_are_refused(tmp_path, text, message):
-    """Those with a wrong field also by the one who writes them. One whose metrics no run writes took the table, the
-    page and the listing of all sweeps with it."""
-    path = tmp_path / "result.json"
-    if isinstance(text, dict):
-        with pytest.raises(ValueError, match=message):
-            results.write_result(path, bad := {**result(), **text})
-        text = json.dumps(bad)
-    path.write_text(text)
-    with pytest.raises(ValueError, match=message):
-        results.read_result(path)
+@pytest.mark.parametrize("text, message", lines_of(TEXTS))
+def test_texts_that_are_no_results_are_refused(tmp_path, text, message):
+    (path := tmp_path / "result.json").write_text(text)
+    check_refused(message, results.read_result, path)
+
+
+@pytest.mark.parametrize("fields, message", lines_of(FIELDS))
+def test_results_with_a_wrong_field_are_refused(tmp_path, fields, message):
+    """By the one who writes them too. One whose metrics no run writes took the table, the page and the listing of all
+    sweeps with it."""
+    path, bad = tmp_path / "result.json", {**result(), **yaml.safe_load(fields)}
+    check_refused(message, results.write_result, path, bad)
+    path.write_text(json.dumps(bad))
+    check_refused(message, results.read_result, path)
 
 
 LLAMA_8B = {"dense_params": 7_504_924_672, "heads": 32, "head_dim": 128, "layers": 32}

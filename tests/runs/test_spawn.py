@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
+from cases import check_refused
 
 from alstlib.runs.spawn import run_on_ranks
 
@@ -73,7 +74,5 @@ def test_what_cannot_travel():
         return outside
 
     for function in (closure, lambda: 1, len):
-        with pytest.raises(ValueError, match=r"must be a function of its own|no source to send"):
-            run_on_ranks(function, 1)
-    with pytest.raises(ValueError, match="ranks=0"):
-        run_on_ranks(total, 0)
+        check_refused(r"must be a function of its own|no source to send", run_on_ranks, function, 1)
+    check_refused("ranks=0", run_on_ranks, total, 0)

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from cases import wait_for
+from cases import ROOT, wait_for
 from cluster import CPU_NODES, GPU_NODES, GPUS, tail
 from test_lab import checkout as copy
 from test_repository import program
@@ -20,7 +20,6 @@ from alstlib.runs import results
 from alstlib.runs.processes import processes
 from alstlib.runs.torchrun import AGENT
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = re.search(r"^### Slurm\n(.*?)^## ", (ROOT / "env" / "README.md").read_text(), re.M | re.S)[1]  # type: ignore[index]
 LINES = re.findall(r"^ {4}(.*?)(?:\s{2,}#.*)?$", PAGE, re.M)
 START_SECONDS = 240.0

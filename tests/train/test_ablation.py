@@ -14,7 +14,8 @@ from unittest import mock
 
 import pytest
 import torch
-from cases import READS_PROC, by_own_names, listening
+import yaml
+from cases import READS_PROC, lines_of, listening, reads_proc, run_with
 from safetensors.torch import load_file, save_file
 from test_state import steps_in
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -35,24 +36,25 @@ from alstlib.train.worker import work
 from alstlib.units import GIB
 
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
-CHAT = {"role": "user", "content": "a"}
+
+
+DEFAULTS = """
+options: plain
+options.offload: sync
+options.tiles.loss: true
+options.tiles.mlp: true
+model.name: tiny
+data.seq_len: 129
+engine.world_size: 2
+engine.sp: 2
+optim.steps: 2
+optim.learning_rate: 0.01
+limits.timeout: 200
+"""
 
 
 def run_config(**changes):
-    defaults = {
-        "options": "plain",
-        "model.name": "tiny",
-        "data.seq_len": 129,
-        "engine.world_size": 2,
-        "engine.sp": 2,
-        "optim.steps": 2,
-        "optim.learning_rate": 1e-2,
-        "limits.timeout": 200,
-        "options.tiles.loss": True,
-        "options.tiles.mlp": True,
-        "options.offload": "sync",
-    }
-    return RunConfig.from_dict(by_own_names({**defaults, **changes}))
+    return run_with(DEFAULTS, changes)
 
 
 # Launches of the real worker
@@ -83,7 +85,7 @@ def first(tmp_path_factory):
     return out, launch(run, out, extra_env=OFFLINE, on_progress=look if READS_PROC else None), look.seen
 
 
-@pytest.mark.skipif(not READS_PROC, reason="reads Linux's /proc")
+@reads_proc
 def test_a_run_listens_on_the_loopback_only(first):
     """torchrun's store, gloo's sockets and whatever DeepSpeed opens, while real ranks train."""
     assert max(map(len, first[2])) >= 3, "torchrun and both ranks"
@@ -222,35 +224,24 @@ def ends(pool, out, run):
     return result
 
 
-@pytest.mark.parametrize(
-    "changes, kind, message",
-    [
-        (
-            {"model.config": {"attention_dropout": 0.1}},
-            "ValueError",
-            "has attention dropout 0.1, which tiles",
-        ),
-        ({"data.name": "nowhere.jsonl"}, "ValueError", "data='nowhere.jsonl' does not exist"),
-        (
-            {"data.name": [{"input_ids": [1, 9999, 2] * 100}]},
-            "ValueError",
-            "has token 9999, but the model's vocab_size",
-        ),
-        ({"data.name": [{"messages": [CHAT]}]}, "ValueError", "the tokenizer has no chat template"),
-        ({"search": True}, "ValueError", "search=True needs limits.device_memory"),
-        ({"output.resume_from": "nowhere"}, "ValueError", "the training state in nowhere: there is no training state"),
-        ({"options.host_memory": 10_000}, "HostOutOfMemory", "10,000"),
-        (
-            {"data.seq_len": 4096, "limits.device_memory": "7.5MB"},  # the model alone fits
-            "DeviceOutOfMemory",
-            "go beyond the budget of 7,500,000 bytes",
-        ),
-    ],
-    ids=str,
-)
+BAD = """
+model.config: {attention_dropout: 0.1} -> ValueError -> has attention dropout 0.1, which tiles
+data.name: nowhere.jsonl               -> ValueError -> data='nowhere.jsonl' does not exist
+data.name: [{input_ids: [1, 9999, 2]}] -> ValueError -> has token 9999, but the model's vocab_size
+data.name: [{messages: [{role: user, content: a}]}] -> ValueError -> the tokenizer has no chat template
+search: true                           -> ValueError -> search=True needs limits.device_memory
+output.resume_from: nowhere            -> ValueError -> the training state in nowhere: there is no training state
+options.host_memory: 10_000            -> HostOutOfMemory -> 10,000
+{data.seq_len: 4096, limits.device_memory: 7.5MB} -> DeviceOutOfMemory -> go beyond the budget of 7,500,000 bytes
+"""
+"""In the last, the model alone fits."""
+
+
+@pytest.mark.parametrize("changes, kind, message", lines_of(BAD))
 def test_bad_input_is_an_error_on_every_rank(ranks2, tmp_path, changes, kind, message):
+    changes = yaml.safe_load(changes)
     if isinstance(rows := changes.get("data.name"), list):
-        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows * 100)))
         changes = {"data.name": f"{tmp_path}/rows.jsonl"}
     result = ends(ranks2, tmp_path, run_config(**changes))
     assert how(result) == ("oom" if "Memory" in kind else "error", kind)

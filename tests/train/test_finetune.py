@@ -16,7 +16,8 @@ import datasets
 import nbformat
 import pytest
 import torch
-from cases import by_own_names, make_model
+import yaml
+from cases import ROOT, check_refused, lines_of, make_model, run_with, values_of
 from trainers import SETTINGS, accelerate_here
 from transformers import AutoModelForCausalLM, TrainerCallback
 
@@ -34,7 +35,6 @@ from alstlib.train.resume import Warned
 from alstlib.train.worker import work
 
 pytest.importorskip("trl")
-ROOT = Path(__file__).resolve().parents[2]
 SPLITS = "with packed=True, trainer={'packing_strategy': 'bfd_split'} cuts nothing off"
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
 
@@ -48,26 +48,27 @@ def data(tmp_path_factory):
     return str(path)
 
 
+DEFAULTS = """
+options: plain
+options.offload: true
+options.tiles.loss: true
+options.tiles.mlp: true
+model.name: tiny
+data.eval: 0.2
+data.seq_len: 96
+data.tokenizer: stdlib-bpe
+engine.world_size: 2
+engine.sp: 2
+optim.steps: 6
+optim.accumulation: 2
+optim.learning_rate: 0.01
+optim.trainer: {eval_steps: 3}
+limits.timeout: 200
+"""
+
+
 def config(data, **changes):
-    defaults = {
-        "options": "plain",
-        "model.name": "tiny",
-        "data.name": data,
-        "data.eval": 0.2,
-        "data.seq_len": 96,
-        "engine.world_size": 2,
-        "engine.sp": 2,
-        "optim.steps": 6,
-        "optim.accumulation": 2,
-        "optim.learning_rate": 1e-2,
-        "limits.timeout": 200,
-        "options.tiles.loss": True,
-        "options.tiles.mlp": True,
-        "options.offload": True,
-        "data.tokenizer": "stdlib-bpe",
-        "optim.trainer": {"eval_steps": 3},
-    }
-    return RunConfig.from_dict(by_own_names({**defaults, **changes}))
+    return run_with(DEFAULTS, {"data.name": data, **changes})
 
 
 def bare(run, **attributes):
@@ -107,16 +108,15 @@ def documents(tmp_path, rows, **how):
     return [(row["input_ids"], row["labels"]) for part in job._documents() if part for row in part], job.notes
 
 
-ASKED, SAID = "What is 1 + 1?", "It is 2."
-FORMATS = [
-    {"text": f"{ASKED} {SAID}"},
-    {"messages": [{"role": "user", "content": ASKED}, {"role": "assistant", "content": SAID}]},
-    {"conversations": [{"from": "human", "value": ASKED}, {"from": "gpt", "value": SAID}], "system": "Count."},
-    {"prompt": ASKED, "completion": f" {SAID}"},
-    {"instruction": ASKED, "output": SAID},
-    {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]},
-    {"prompt": [{"role": "user", "content": ASKED}], "completion": [{"role": "assistant", "content": SAID}]},
-]
+FORMATS = [json.loads(row) for row in r"""
+{"text": "What is 1+1? It's 2."}
+{"messages": [{"role": "user", "content": "What is 1+1?"}, {"role": "assistant", "content": "It's 2."}]}
+{"conversations": [{"from": "human", "value": "What is 1+1?"}, {"from": "gpt", "value": "It's 2."}], "system": "Add"}
+{"prompt": "What is 1+1?", "completion": " It's 2."}
+{"instruction": "What is 1+1?", "output": "It's 2."}
+{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}
+{"prompt": [{"role": "user", "content": "What is 1+1?"}], "completion": [{"role": "assistant", "content": "It's 2."}]}
+""".strip().splitlines()]  # fmt: skip
 """The same row in every format."""
 
 
@@ -126,21 +126,13 @@ def test_what_is_left_out_is_counted_by_format_line_and_reason(tmp_path):
     alone = [documents(tmp_path, [row])[0][0] for row in FORMATS]
     asks, about = {"messages": [{"role": "user", "content": "What?"}]}, f"rows of '{tmp_path}/d.jsonl'"
     found, notes = documents(tmp_path, [*good[:4], "", asks, *good[4:]])
-    assert [found.count(one) for one in alone] == [
-        51,
-        154,
-        51,
-        51,
-        154,
-        51,
-        154,
-    ]  # three kinds of chats are the same one
+    counts = [found.count(one) for one in alone]
+    assert counts == [51, 154, 51, 51, 154, 51, 154]  # three kinds of chats are the same one
     none = "train nothing and are left out, without a token with a loss among the first 96; the first: "
     assert notes == [f"1 of 359 {about} {none}row 5, read as messages"]
     long = {"prompt": "What is " * 200, "completion": "it?"}
     bad = [asks, {"text": ""}, {"note": "x"}, {"text": "", "instruction": "Add.", "output": ""}, *[asks] * 4, long]
-    with pytest.raises(ValueError, match=r"(?s)9 of 367 rows.*2\.5%.*allow_dropped: true"):
-        documents(tmp_path, [*good, *bad])
+    check_refused(r"(?s)9 of 367 rows.*2\.5%.*allow_dropped: true", documents, tmp_path, [*good, *bad])
     found, notes = documents(tmp_path, [*good, *bad], allow_dropped=True, **{"data.eval": 0.2})
     assert (len(found), notes) == (358, [
         f"9 of 367 {about} {none}row 359, read as messages, row 360, read as text, row 361, read as none of the known "
@@ -148,21 +140,20 @@ def test_what_is_left_out_is_counted_by_format_line_and_reason(tmp_path):
     ])  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "row, message",
-    [
-        ({"text": 5}, "row 8, read as text: its text is 5; it must be a text"),
-        ({"prompt": 5, "completion": 6}, "row 8, read as prompt and completion: its prompt is 5; it must be a text"),
-        ({"messages": ["hello"]}, "row 8, read as messages: a message is 'hello'; it must have 'role' and 'content'"),
-        ({"conversations": [{"from": "narrator"}]}, "row 8, read as conversations: a message is {'from': 'narrator'}"),
-        ({"messages": [{"by": "a"}]}, "row 8, read as messages: a message is {'by': 'a'}; it must have"),
-        ({"input_ids": [1, 2**40]}, "row 8, read as input_ids: Python integer 1099511627776 out of bounds for int32"),
-        ({"input_ids": [1, 600]}, "has token 600, but the model's vocab_size is 512"),
-        (["a"], "line 9, is no JSON object such as"),
-        ('{"text": "a', "line 9, is no JSON object such as"),
-    ],
-    ids=str,
-)
+UNREADABLE = """
+{"text": 5}                          -> row 8, read as text: its text is 5; it must be a text
+{"prompt": 5, "completion": 6}       -> row 8, read as prompt and completion: its prompt is 5; it must be a text
+{"messages": ["hello"]}              -> row 8, read as messages: a message is 'hello'; it must have 'role' and 'content'
+{"conversations": [{"from": "none"}]} -> row 8, read as conversations: a message is {'from': 'none'}
+{"messages": [{"by": "a"}]}          -> row 8, read as messages: a message is {'by': 'a'}; it must have
+{"input_ids": [1, 1099511627776]}    -> row 8, read as input_ids: Python integer 1099511627776 out of bounds for int32
+{"input_ids": [1, 600]}              -> has token 600, but the model's vocab_size is 512
+["a"]                                -> line 9, is no JSON object such as
+{"text": "a                          -> line 9, is no JSON object such as
+"""
+
+
+@pytest.mark.parametrize("row, message", lines_of(UNREADABLE))
 def test_a_row_that_cannot_be_read_is_named(tmp_path, row, message):
     with pytest.raises(ValueError) as refused:
         documents(tmp_path, [*FORMATS, row])
@@ -174,8 +165,7 @@ def test_token_ids_need_no_tokenizer_in_the_models_folder(tmp_path):
     rows = [{"input_ids": [1, 2, 3]}] * 4
     how = {"model.name": f"{tmp_path}/model", "data.tokenizer": "auto"}
     assert len(documents(tmp_path, rows, **how)[0]) == 4
-    with pytest.raises(ValueError, match=r"has no tokenizer\.json"):
-        documents(tmp_path, [*rows, {"text": "a"}], **how)
+    check_refused(r"has no tokenizer\.json", documents, tmp_path, [*rows, {"text": "a"}], **how)
 
 
 def test_formats_that_begin_late_in_a_long_file(tmp_path):
@@ -184,7 +174,7 @@ def test_formats_that_begin_late_in_a_long_file(tmp_path):
     path.write_text("\n".join(map(json.dumps, [{"text": "x" * 5_000_000}] * 3 + FORMATS)))
     found = load_corpus(str(path))
     assert len(found) == 10
-    assert found[4]["messages"][1]["content"] == SAID
+    assert found[4]["messages"] == FORMATS[1]["messages"]
 
 
 class Dies(TrainerCallback):
@@ -316,25 +306,22 @@ def test_the_same_command_continues_and_another_does_not(ranks2, data, tmp_path,
 # Refusals
 
 
+WRONG = """
+optim.trainer: {max_length: 4}     -> trainer={'max_length': 4} is set by alstlib: give data.seq_len instead
+optim.trainer: {push_to_hub: true} -> needs output.save_to
+optim.trainer: {hub_token: hf_x}   -> hub_token in optim.trainer is a secret
+optim.trainer: {model_init_kwargs: {token: hf_x}} -> token in optim.trainer is a secret
+optim.trainer: {push_to_hub_token: hf_x}          -> set HF_TOKEN in the environment
+{model.lora: {r: 4}, output.save_to: x}           -> give output.merge_lora=True, which saves both
+search: true -> search={'granule': 256, 'max': None} is a field of the worker alstlib.train.ablation
+{}           -> alstlib.train.finetune needs gone, absent: pip install 'alstlib[train,trainer]'
+"""
+
+
 @pytest.mark.usefixtures("nothing_starts")
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        (
-            {"optim.trainer": {"max_length": 4}},
-            "trainer={'max_length': 4} is set by alstlib: give data.seq_len instead",
-        ),
-        ({"optim.trainer": {"push_to_hub": True}}, "needs output.save_to"),
-        ({"optim.trainer": {"hub_token": "hf_x"}}, "hub_token in optim.trainer is a secret"),
-        ({"optim.trainer": {"model_init_kwargs": {"token": "hf_x"}}}, "token in optim.trainer is a secret"),
-        ({"optim.trainer": {"push_to_hub_token": "hf_x"}}, "set HF_TOKEN in the environment"),
-        ({"model.lora": {"r": 4}, "output.save_to": "x"}, "give output.merge_lora=True, which saves both"),
-        ({"search": True}, "search={'granule': 256, 'max': None} is a field of the worker alstlib.train.ablation"),
-        ({}, "alstlib.train.finetune needs gone, absent: pip install 'alstlib[train,trainer]'"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("changes, message", lines_of(WRONG))
 def test_wrong_fields_are_refused_before_the_start(tmp_path, monkeypatch, changes, message):
+    changes = yaml.safe_load(changes)
     monkeypatch.setitem(workers.LIBRARIES, FINETUNE, ("trl", *(() if changes else ("gone", "absent"))))
     with pytest.raises(ValueError) as refused:
         launch(config("stdlib", **changes), tmp_path, worker=FINETUNE)
@@ -343,29 +330,32 @@ def test_wrong_fields_are_refused_before_the_start(tmp_path, monkeypatch, change
 
 
 @pytest.mark.usefixtures("nothing_starts")
-@pytest.mark.parametrize(
-    "field",
-    [{"model.lora": {"r": 4}}, {"data.eval": 0.1}, {"optim.trainer": {"optim": "sgd"}}],
-    ids=str,
-)
-def test_the_ablation_does_not_take_what_it_would_ignore(tmp_path, field):
-    (name,) = field
-    with pytest.raises(ValueError, match=f"{name}=.* is a field of the worker alstlib.train.finetune"):
-        launch(RunConfig.from_dict({"model.name": "tiny", **field}), tmp_path)
+@pytest.mark.parametrize("name, value", [("model.lora", {"r": 4}), ("data.eval", 0.1), ("optim.trainer", {"a": 1})])
+def test_the_ablation_does_not_take_what_it_would_ignore(tmp_path, name, value):
+    check_refused(
+        f"{name}=.* is a field of the worker alstlib.train.finetune",
+        launch,
+        RunConfig.from_dict({"model.name": "tiny", name: value}),
+        tmp_path,
+    )
+
+
+REFUSED = r"""
+model.dtype: bf16 -> '' -> dtype='bf16' needs a GPU
+optim.trainer: {lerning_rate: 1} -> '' -> unknown field of SFTConfig in optim.trainer 'lerning_rate'; did
+model.lora: {rank: 4} -> '' -> unknown field of LoraConfig in model.lora 'rank'
+{} -> '{"messages": [{"role": "user", "content": "a"}]}' -> the tokenizer has no chat template
+{} -> '{"input_ids": [1, 2], "labels": [-100, -100]}' -> has a token with a loss
+{} -> "{\"text\": \"a b c\"}\n{\"text\": \"\"}" -> 1 of 2 rows of
+"""
+"""Fields, rows in place of the data, and what is said of them."""
 
 
 def test_what_the_ranks_refuse(ranks2, tmp_path, data):
     rows, saved = tmp_path / "rows.jsonl", tmp_path / "saved"
-    for changes, lines, message in (
-        ({"model.dtype": "bf16"}, "", "dtype='bf16' needs a GPU"),
-        ({"optim.trainer": {"lerning_rate": 1}}, "", "unknown field of SFTConfig in optim.trainer 'lerning_rate'; did"),
-        ({"model.lora": {"rank": 4}}, "", "unknown field of LoraConfig in model.lora 'rank'"),
-        ({"data.name": str(rows)}, json.dumps(FORMATS[1]), "the tokenizer has no chat template"),
-        ({"data.name": str(rows)}, '{"input_ids": [1, 2], "labels": [-100, -100]}', "has a token with a loss"),
-        ({"data.name": str(rows)}, '{"text": "a b c"}\n{"text": ""}', "1 of 2 rows of"),
-    ):
+    for changes, lines, message in values_of(REFUSED):
         rows.write_text(lines)
-        run = config(data, save_to=str(saved), **{"data.eval": None, **changes})
+        run = config(str(rows) if lines else data, save_to=str(saved), **{"data.eval": None, **changes})
         assert message in ranks2(tuned, str(tmp_path), run)[0]["error"]["message"]
     assert not saved.exists()
 

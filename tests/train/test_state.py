@@ -15,7 +15,8 @@ from unittest import mock
 
 import pytest
 import torch
-from cases import by_own_names, make_model, make_samples, whole_state
+import yaml
+from cases import lines_of, make_model, make_samples, run_with, values_of, whole_state
 from operators import error_of
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -31,22 +32,21 @@ from alstlib.train.engine import initialize
 from alstlib.train.pieces import HeldState
 from alstlib.train.state import RunStates
 
+DEFAULTS = """
+model.name: tiny
+model.dtype: fp32
+engine.sp: 2
+optim.learning_rate: 0.01
+optim.warmup_steps: 3
+optim.weight_decay: 0.1
+optim.max_grad_norm: 0.5
+optim.accumulation: 2
+optim.steps: 9
+"""
+
 
 def run_config(stage, offload=False, **changes):
-    defaults = {
-        "model.name": "tiny",
-        "engine.zero_stage": stage,
-        "engine.offload_optimizer": offload,
-        "engine.sp": 2,
-        "optim.learning_rate": 1e-2,
-        "optim.warmup_steps": 3,
-        "optim.weight_decay": 0.1,
-        "optim.max_grad_norm": 0.5,
-        "optim.accumulation": 2,
-        "model.dtype": "fp32",
-        "optim.steps": 9,
-    }
-    return RunConfig.from_dict(by_own_names({**defaults, **changes}))
+    return run_with(DEFAULTS, {"zero_stage": stage, "offload_optimizer": offload, **changes})
 
 
 class Training:
@@ -148,13 +148,17 @@ def check_continued(pool, folder, source, target, **other):
         assert got == pytest.approx(losses, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    "source, target, dtype",
-    [
-        ((3, False), (0, False), "fp32"), ((0, False), (2, True), "fp32"), ((1, True), (3, True), "fp32"),
-        ((2, True), (2, True), "bf16"), ((0, False), (0, False), "bf16"),
-    ],
-)  # fmt: skip
+STAGES = """
+[3, false] -> [0, false] -> fp32
+[0, false] -> [2, true]  -> fp32
+[1, true]  -> [3, true]  -> fp32
+[2, true]  -> [2, true]  -> bf16
+[0, false] -> [0, false] -> bf16
+"""
+"""Stages, and whether the optimizer is on the host."""
+
+
+@pytest.mark.parametrize("source, target, dtype", values_of(STAGES))
 def test_any_stage_goes_on_from_any_other(ranks2, tmp_path, source, target, dtype):
     """In bf16 too, which keeps fp32 weights."""
     check_continued(ranks2, tmp_path, run_config(*source, dtype=dtype), run_config(*target, dtype=dtype))
@@ -327,6 +331,19 @@ def test_a_crash_leaves_a_state_and_the_last_two_are_kept(ranks2, tmp_path):
     assert (steps_in(tmp_path), steps_in(tmp_path / "state.kept1")) == ([5], [4, 3])
 
 
+UNUSABLE = """
+nowhere -> there is no training state
+empty   -> A checkpoint of DeepSpeed's is not read
+flipped -> __1_0.distcp is damaged, its checksum
+cut     -> __1_0.distcp is damaged
+half    -> state.json is damaged
+gone    -> __1_0.distcp is damaged
+bare    -> there is no training state
+earlier -> schema_version=4 (here 5)
+wider   -> it is of another model, or others are frozen: 18 tensors differ
+"""
+
+
 def refusals(rank, world, folders):
     with Training(run_config(3)) as fresh:
         before = fresh.everything()
@@ -351,39 +368,48 @@ def test_what_cannot_be_loaded_is_refused_and_nothing_is_touched(ranks2, tmp_pat
     (earlier.parent / files.CHECKSUM).write_text(files._checksum(earlier))
     (tmp_path / "gone" / shard).unlink()
     (tmp_path / "bare" / files.CHECKSUM).unlink()
-    want = {
-        "nowhere": "there is no training state", "empty": "A checkpoint of DeepSpeed's is not read",
-        "flipped": f"{shard} is damaged, its checksum", "cut": f"{shard} is damaged", "half": "state.json is damaged",
-        "gone": f"{shard} is damaged", "bare": "there is no training state", "earlier": "schema_version=4 (here 5)",
-        "wider": "it is of another model, or others are frozen: 18 tensors differ",
-    }  # fmt: skip
-    for said in ranks2(refusals, [str(tmp_path / name) for name in want]):
+    names, parts = zip(*lines_of(UNUSABLE))
+    for said in ranks2(refusals, [str(tmp_path / name) for name in names]):
         assert said.pop() == ""
-        assert [part in message for part, message in zip(want.values(), said)] == [True] * len(want), said
+        assert all(part in message for part, message in zip(parts, said, strict=True)), said
 
 
-OTHER = {
-    "optim.learning_rate": 0.02,
-    "optim.warmup_steps": 4,
-    "optim.weight_decay": 0.2,
-    "optim.max_grad_norm": 0.0,
-    "optim.accumulation": 4,
-    "optim.seed": 1,
-    "data.batch_size": 2,
-    "data.seq_len": 99,
-    "data.packed": True,
-    "data.name": "other.jsonl",
-    "data.tokenizer": "other",
-    "model.name": "small",
-    "model.config": {"rope_theta": 5.0},
-    "model.random_weights": False,
-    "model.dtype": "bf16",
-    "contrib.sparse": {"top": 16},
-    "model.lora": {"r": 4},
-    "data.eval": 0.1,
-    "optim.trainer": {"optim": "sgd"},
-}
+OTHER = yaml.safe_load("""
+optim.learning_rate: 0.02
+optim.warmup_steps: 4
+optim.weight_decay: 0.2
+optim.max_grad_norm: 0.0
+optim.accumulation: 4
+optim.seed: 1
+data.batch_size: 2
+data.seq_len: 99
+data.packed: true
+data.name: other.jsonl
+data.tokenizer: other
+model.name: small
+model.config: {rope_theta: 5.0}
+model.random_weights: false
+model.dtype: bf16
+contrib.sparse: {top: 16}
+model.lora: {r: 4}
+data.eval: 0.1
+optim.trainer: {optim: sgd}
+""")
 """Another value of every field that a state belongs to."""
+FREE = yaml.safe_load("""
+engine.zero_stage: 3
+optim.steps: 20
+engine.sp: 1
+limits.timeout: 5
+row: alst
+options.tiles.loss: true
+options.chunk: 64
+output.checkpoint_every: 1
+output.save_to: there
+output.resume_from: here
+options.attention: eager
+model.dtype: auto
+""")
 
 
 def configurations(rank, world, folder, changes):
@@ -402,22 +428,8 @@ def configurations(rank, world, folder, changes):
 def test_a_state_belongs_to_its_configuration(ranks2, tmp_path):
     assert set(FIELDS) >= set(EQUAL) == OTHER.keys()
     ranks2(write, str(tmp_path), run_config(2), {})
-    free = {
-        "engine.zero_stage": 3,
-        "optim.steps": 20,
-        "engine.sp": 1,
-        "limits.timeout": 5,
-        "row": "alst",
-        "options.tiles.loss": True,
-        "options.chunk": 64,
-        "output.checkpoint_every": 1,
-        "output.save_to": "there",
-        "output.resume_from": "here",
-        "options.attention": "eager",
-        "model.dtype": "auto",
-    }
     differs = [{k: v} for k, v in OTHER.items()]
-    for said in ranks2(configurations, str(tmp_path), [*differs, {"optim.steps": 1}, free]):
+    for said in ranks2(configurations, str(tmp_path), [*differs, {"optim.steps": 1}, FREE]):
         assert said.pop() == "accepted"
         assert "steps=1 counts all steps, and it has done 2 already" in said.pop()
         for name, message in zip(OTHER, said):
