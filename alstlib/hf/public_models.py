@@ -1,5 +1,5 @@
-"""Shapes of models for which a plan needs no download: small ones with random weights, and published ones. They are data
-and lie in `public_models.json`, as a model's config has them."""
+"""Shapes of models for which a plan needs no download: small ones with random weights, and published ones. They lie in
+`public_models.json`, as a model's config has them."""
 
 from __future__ import annotations
 
