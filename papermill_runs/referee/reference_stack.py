@@ -116,8 +116,8 @@ class _SwiGLU(Function):
 
 
 def _tile(rows: int, width: int, vocabulary: int) -> int:
-    """Tokens of one tile of Liger's fused loss: a power of two that makes a chunk of logits about as large as the hidden
-    states."""
+    """Tokens of one tile of Liger's fused loss: a power of two that makes a chunk of logits about as large as the
+    hidden states."""
     chunks = -(-vocabulary // width)
     return min(rows, 1 << (-(-rows // chunks) - 1).bit_length())
 
