@@ -84,10 +84,10 @@ def _hollow(model: nn.Module, tensors: dict[str, Any], device: torch.device) -> 
     """Put parameters and buffers on the device, with rank 0's dtypes: buffers with its values, parameters without
     memory. A tensor that has several names stays one."""
     made: dict[int, Tensor] = {}
-    names = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    for name, t in names:
+    for name, t in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
         parent, _, leaf = name.rpartition(".")
         owner, weight = model.get_submodule(parent), isinstance(t, nn.Parameter)
+        held: dict[str, Any] = owner._parameters if weight else owner._buffers
         if id(t) not in made:
             shape, dtype = tensors[name][0], getattr(torch, tensors[name][1])
             if weight:
@@ -98,7 +98,7 @@ def _hollow(model: nn.Module, tensors: dict[str, Any], device: torch.device) -> 
                 value = torch.empty(shape, dtype=dtype, device=device) if t.is_meta else t.to(device)
                 made[id(t)] = value.detach().contiguous()
                 _send(made[id(t)])
-        (owner._parameters if weight else owner._buffers)[leaf] = made[id(t)]
+        held[leaf] = made[id(t)]
 
 
 def _send(t: Tensor) -> None:

@@ -16,7 +16,6 @@ from mutate import mutated
 from torch.distributed.device_mesh import DeviceMesh
 
 import alstlib
-from alstlib import mesh
 from alstlib.config import RunConfig
 from alstlib.data.loader import SPDataLoader
 from alstlib.hf.zero_config import zero_config
@@ -160,7 +159,7 @@ def joined(rank, world):
     ):
         alstlib.SPContext.create()
         assert worker.this_device() == (torch.device(module.NAME, 3), True)
-        mesh.join(worker.begin(), 7200)
+        worker.join(worker.begin(), 7200)
     (*rest, (backend, how)) = made
     return [*rest, backend, str(how["device_id"])]
 
