@@ -26,8 +26,8 @@ from alstlib.hf import models
 from alstlib.hf.loading import load_on_first
 from alstlib.hf.models import flop_dimensions, put_liger
 from alstlib.hf.saving import save_model
+from alstlib.measure.ledger import Ledger, ran_out
 from alstlib.mesh import accelerator
-from alstlib.offload.ledger import Ledger, ran_out
 from alstlib.planner.search import Trials, longest_that_fits
 from alstlib.runs.progress import Pace, Progress, ProgressReader
 from alstlib.runs.results import Json

@@ -34,7 +34,7 @@ from alstlib.data.samples import Account
 from alstlib.hf.loading import load_on_first, place
 from alstlib.hf.models import load_model, put_liger
 from alstlib.hf.zero_config import engine_config
-from alstlib.offload.ledger import Ledger
+from alstlib.measure.ledger import Ledger
 from alstlib.options import check_names
 from alstlib.runs import locks, results
 from alstlib.runs.progress import Pace

@@ -21,8 +21,8 @@ from alstlib.data.corpus import get_tokenizer, has_tokenizer, load_corpus
 from alstlib.data.formats import only_tokens
 from alstlib.hf.models import model_config
 from alstlib.hf.public_models import SHAPES
+from alstlib.measure.ledger import ran_out
 from alstlib.mesh import SPContext, accelerator, gather_text, join_fake, own_device, take_device
-from alstlib.offload.ledger import ran_out
 from alstlib.planner import devices
 from alstlib.planner.fits import known_only
 from alstlib.planner.machine import machine_of

@@ -9,7 +9,7 @@ from torch.nn.functional import silu
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from alstlib.offload.ledger import Ledger
+from alstlib.measure.ledger import Ledger
 from alstlib.reference import relative_error
 from alstlib.tiled.compute import TiledMLP
 from alstlib.units import format_bytes

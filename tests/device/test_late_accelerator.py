@@ -19,10 +19,10 @@ import alstlib
 from alstlib.config import RunConfig
 from alstlib.data.loader import SPDataLoader
 from alstlib.hf.zero_config import zero_config
+from alstlib.measure.ledger import Ledger, ran_out
 from alstlib.offload.courier import Courier
 from alstlib.offload.headroom import SHARE, device_memory
 from alstlib.offload.host_store import HostStore, Ticket
-from alstlib.offload.ledger import Ledger, ran_out
 from alstlib.planner.model_shapes import read_shape
 from alstlib.train import worker
 from alstlib.train.engine import initialize

@@ -10,8 +10,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import alstlib
+from alstlib.measure.ledger import DeviceOutOfMemory, Ledger, ran_out, storage_bytes
 from alstlib.offload.host_store import HostStore
-from alstlib.offload.ledger import DeviceOutOfMemory, Ledger, ran_out, storage_bytes
 
 MIB = 2**20
 SHAPE = {

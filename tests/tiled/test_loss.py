@@ -9,7 +9,7 @@ from operators import agree, error_of, gradients, leaf, of_module, randn, random
 from torch import Tensor, nn
 
 from alstlib import reference
-from alstlib.offload.ledger import Ledger
+from alstlib.measure.ledger import Ledger
 from alstlib.tiled.logits import LogitTransform, Statistics
 from alstlib.tiled.loss import TiledHead, tiled_logits_loss
 

@@ -12,7 +12,7 @@ from transformers import GPT2Config, LlamaConfig
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from alstlib.offload.ledger import Ledger
+from alstlib.measure.ledger import Ledger
 from alstlib.recompute import Pass, entered
 from alstlib.sizing import TILE_BYTES
 from alstlib.tiled.compute import TiledMLP, TiledNorm, default_tile, tiled_compute
