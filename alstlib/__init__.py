@@ -24,9 +24,9 @@ if TYPE_CHECKING:  # "as" says that a name is public
     from alstlib.hf.token_logps import sequence_logps as sequence_logps
     from alstlib.hf.token_logps import token_logps as token_logps
     from alstlib.hf.zero_config import zero_config as zero_config
+    from alstlib.measure.ledger import DeviceOutOfMemory as DeviceOutOfMemory
     from alstlib.mesh import SPContext as SPContext
     from alstlib.offload.host_store import HostOutOfMemory as HostOutOfMemory
-    from alstlib.offload.ledger import DeviceOutOfMemory as DeviceOutOfMemory
     from alstlib.options import Options as Options
     from alstlib.runs.launch import RunFailed as RunFailed
     from alstlib.trainers.dpo_trainer import DPOTrainerMixin as DPOTrainerMixin
@@ -46,9 +46,9 @@ else:
         "sequence_logps": "hf.token_logps",
         "token_logps": "hf.token_logps",
         "zero_config": "hf.zero_config",
+        "DeviceOutOfMemory": "measure.ledger",
         "SPContext": "mesh",
         "HostOutOfMemory": "offload.host_store",
-        "DeviceOutOfMemory": "offload.ledger",
         "Options": "options",
         "RunFailed": "runs.launch",
         "DPOTrainerMixin": "trainers.dpo_trainer",

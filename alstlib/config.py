@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -374,20 +374,6 @@ def not_default(run: RunConfig) -> dict[str, Any]:
     default = flat(RunConfig().to_dict())
     return {name: value for name, value in flat(run.to_dict()).items() if default.get(name, ...) != value}
 
-
-def differences(then: Mapping[str, Any], now: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """In words, under which of these names the two say different things."""
-    return [f"{n}={then.get(n)!r} (here {now.get(n)!r})" for n in names if then.get(n) != now.get(n)]
-
-
-EQUAL = tuple(
-    name
-    for name in FIELDS
-    if name.split(".")[0] in ("model", "data", "optim", "contrib")
-    and name not in ("model.trust_remote_code", "model.liger", "data.allow_dropped", "optim.steps")
-)
-"""Fields that must be equal in the run that saved a training state and in the one that loads it: what is trained, on
-what, and how. The rest is free: on which ranks and how the same numbers are computed, and how many steps there are."""
 
 ROWS: dict[str, dict[str, Any]] = {
     "baseline": {},

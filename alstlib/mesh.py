@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -180,25 +179,6 @@ def gather_text(text: str, device: Any) -> list[str]:
     mine[: len(content)] = content
     dist.all_gather(list(everyone), mine)
     return [bytes(row[:size].tolist()).decode() for row, size in zip(everyone, sizes)]
-
-
-def join(device: torch.device, seconds: float, group: str = "") -> None:
-    """Join the ranks that torchrun started, or those processes of theirs that name the same `group`. In a collective of
-    any group a rank waits this long for the others.
-
-    NCCL counts them from when the collective is enqueued, which may be a step before it runs, and then ends the
-    process. Groups that are made later, DeepSpeed's too, take PyTorch's defaults: 10 minutes with NCCL.
-    """
-    defaults, wait = dist.distributed_c10d, timedelta(seconds=seconds)
-    defaults.default_pg_timeout = defaults.default_pg_nccl_timeout = wait
-    plain = accelerator(device) is None or int(os.environ["WORLD_SIZE"]) == 1
-    bound = None if plain else device  # groups of one rank are not split from a bound one
-    own: dict[str, Any] = {}
-    if group:
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=wait)
-        rank, ranks = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
-        own = {"store": dist.PrefixStore(group, store), "rank": rank, "world_size": ranks}
-    dist.init_process_group(dist.get_default_backend_for_device(device), timeout=wait, device_id=bound, **own)
 
 
 def join_fake(ranks: int) -> None:

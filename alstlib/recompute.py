@@ -162,7 +162,7 @@ def backward_in_this_thread() -> Callable[[], None] | None:
 
 
 def check_thread(device: torch.device) -> None:
-    """Called in a backward: is it one of `backward_in_this_thread`? On a CPU all are.
+    """Refuse a backward that does not run in one thread (`backward_in_this_thread`); on a CPU each does.
 
     Raises:
         RuntimeError: with what to call in the thread that calls backward.

@@ -37,7 +37,7 @@ def attention(
 
     Causal (with N = S), inside documents and a sliding window, or else over all keys. Scores may be capped to
     c * tanh(s / c); sinks [H] are the score of a further key of each head, which has no value. A query does not attend
-    to keys where `seen` [B, K, S, N] is False (`seen_pages`).
+    to keys where `seen` [B, K, S, N] is False.
     """
     groups = q.shape[1] // k.shape[1]
     scores = _scores(q, k, scale, documents, causal, window, softcap)
@@ -50,44 +50,13 @@ def attention(
     return shares.to(v.dtype) @ v.repeat_interleave(groups, 1), scores.logsumexp(-1)
 
 
-def seen_pages(
-    q: Tensor, k: Tensor, *, chunk: int, page: int, top: int, first: int, last: int,
-    documents: Sequence[int] | None = None,
-) -> Tensor:  # fmt: skip
-    """Boolean [B, K, S, S]: the keys that sparse attention over pages shows to each query and key/value head.
-
-    Each chunk of queries sees its own page, and of the earlier pages that it would see the first, the last, and the
-    `top` others with the best product of mean queries (summed over the heads of a key/value head) and mean keys.
-    """
-    q, k = q.detach(), k.detach()
-    (batch, heads, length, _), kv_heads = q.shape, k.shape[1]
-    allowed, seen = (
-        causal_mask(batch, length, documents),
-        torch.zeros(batch, kv_heads, length, length, dtype=torch.bool),
-    )
-    group = heads // kv_heads
-    for b in range(batch):
-        for lo in range(0, length, chunk):
-            hi = min(lo + chunk, length)
-            own = (hi - 1) // page
-            pages = sorted({int(j) // page for j in allowed[b, lo:hi].any(0).nonzero()} - {own})
-            always = [own, *pages[:first], *pages[max(0, len(pages) - last) :]]
-            for h in range(kv_heads):
-                query = q[b, h * group : (h + 1) * group, lo:hi].mean(1).sum(0)
-                score = {p: float(query @ k[b, h, p * page : (p + 1) * page].mean(0)) for p in pages if p not in always}
-                for p in [*always, *sorted(score, key=score.__getitem__)[max(0, len(score) - top) :]]:
-                    seen[b, h, lo:hi, p * page : (p + 1) * page] = True
-    return seen
-
-
 def _scores(
     q: Tensor, k: Tensor, scale: float, documents: Sequence[int] | None, causal: bool, window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-    scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = _capped((q @ k.transpose(-1, -2)).to(wide) * scale, softcap)
     if not causal:
         return scores
     mask = causal_mask(q.shape[0], q.shape[2], documents, window).to(q.device)
@@ -144,6 +113,23 @@ def causal_convolution(
     return out if bias is None else out + bias[:, None]
 
 
+def _token_by_token(
+    step: Callable[[int, Tensor], tuple[Tensor, Tensor]], like: Tensor, shape: Sequence[int],
+    documents: Sequence[int] | None, initial_state: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The outputs [B, S, ..] and the last state [B, *shape] of a recurrence over the tokens of `like` [B, S, ..].
+    `step` maps a token's place and the state before it, zeros where a document begins, to its output and the state
+    after it."""
+    first = first_tokens(like.shape[0], like.shape[1], documents, initial_state)
+    state = like.new_zeros(like.shape[0], *shape) if initial_state is None else initial_state
+    outputs = []
+    for t in range(like.shape[1]):
+        begins = first[:, t].view(-1, *[1] * len(shape))
+        output, state = step(t, state.masked_fill(begins, 0.0))
+        outputs.append(output)
+    return torch.stack(outputs, 1), state
+
+
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None = None, *,
     documents: Sequence[int] | None = None,
@@ -155,15 +141,15 @@ def gated_delta_rule(
     state h decays, forgets what it holds for the key k, and takes v for it in the share beta:
     h = exp(g) h;  h = h + beta k (v - k h)^T;  output q h / sqrt(K). It begins with zeros in each document.
     """
-    first = first_tokens(v.shape[0], v.shape[1], documents, initial_state)
-    state = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3]) if initial_state is None else initial_state
-    decay, out = (g if g.ndim == 4 else g[..., None]).exp(), []
-    for t in range(v.shape[1]):
-        state = state.masked_fill(first[:, t, None, None, None], 0.0) * decay[:, t, ..., None]
+    decay = (g if g.ndim == 4 else g[..., None]).exp()
+
+    def step(t: int, state: Tensor) -> tuple[Tensor, Tensor]:
+        state = state * decay[:, t, ..., None]
         known = torch.einsum("bhk,bhkv->bhv", k[:, t], state)
         state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], beta[:, t, :, None] * (v[:, t] - known))
-        out.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state) * k.shape[3] ** -0.5)
-    return torch.stack(out, 1), state
+        return torch.einsum("bhk,bhkv->bhv", q[:, t], state) * k.shape[3] ** -0.5, state
+
+    return _token_by_token(step, v, (v.shape[2], k.shape[3], v.shape[3]), documents, initial_state)
 
 
 def lightning(
@@ -175,14 +161,12 @@ def lightning(
     q, k [B, S, H, K], v [B, S, H, V], slopes [H] -> output [B, S, H, V] and the last state [B, H, K, V].
     h = exp(-slope) h + k v^T; output q h. It begins with zeros in each document.
     """
-    first = first_tokens(v.shape[0], v.shape[1], documents, initial_state)
-    state = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3]) if initial_state is None else initial_state
-    out = []
-    for t in range(v.shape[1]):
-        state = state.masked_fill(first[:, t, None, None, None], 0.0) * (-slopes).exp()[:, None, None]
-        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], v[:, t])
-        out.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state))
-    return torch.stack(out, 1), state
+
+    def step(t: int, state: Tensor) -> tuple[Tensor, Tensor]:
+        state = state * (-slopes).exp()[:, None, None] + torch.einsum("bhk,bhv->bhkv", k[:, t], v[:, t])
+        return torch.einsum("bhk,bhkv->bhv", q[:, t], state), state
+
+    return _token_by_token(step, v, (v.shape[2], k.shape[3], v.shape[3]), documents, initial_state)
 
 
 def mamba1(
@@ -194,14 +178,12 @@ def mamba1(
     x and dt (step widths) [B, S, E], A (negative) [E, N], B and C [B, S, N], D [E] -> output [B, S, E] and the last
     state [B, E, N]. h = exp(dt A) h + dt x B^T; output h C + D x. The state begins with zeros in each document.
     """
-    first = first_tokens(x.shape[0], x.shape[1], documents, initial_state)
-    state = x.new_zeros(x.shape[0], *A.shape) if initial_state is None else initial_state
-    out = []
-    for t in range(x.shape[1]):
-        state = state.masked_fill(first[:, t, None, None], 0.0) * (dt[:, t, :, None] * A).exp()
-        state = state + (dt[:, t] * x[:, t])[..., None] * B[:, t, None]
-        out.append((state * C[:, t, None]).sum(-1) + D * x[:, t])
-    return torch.stack(out, 1), state
+
+    def step(t: int, state: Tensor) -> tuple[Tensor, Tensor]:
+        state = state * (dt[:, t, :, None] * A).exp() + (dt[:, t] * x[:, t])[..., None] * B[:, t, None]
+        return (state * C[:, t, None]).sum(-1) + D * x[:, t], state
+
+    return _token_by_token(step, x, A.shape, documents, initial_state)
 
 
 def mamba2(
@@ -214,15 +196,15 @@ def mamba2(
     H / G heads -> output [B, S, H, P] and the last state [B, H, P, N]. h = exp(dt A) h + dt x B^T; output h C + D x.
     The state begins with zeros in each document.
     """
-    groups, first = x.shape[2] // B.shape[2], first_tokens(x.shape[0], x.shape[1], documents, initial_state)
+    groups = x.shape[2] // B.shape[2]
     B, C = B.repeat_interleave(groups, 2), C.repeat_interleave(groups, 2)
-    state = x.new_zeros(x.shape[0], *x.shape[2:], B.shape[3]) if initial_state is None else initial_state
-    out = []
-    for t in range(x.shape[1]):
-        state = state.masked_fill(first[:, t, None, None, None], 0.0) * (dt[:, t] * A).exp()[..., None, None]
+
+    def step(t: int, state: Tensor) -> tuple[Tensor, Tensor]:
+        state = state * (dt[:, t] * A).exp()[..., None, None]
         state = state + torch.einsum("bhp,bhn->bhpn", dt[:, t, :, None] * x[:, t], B[:, t])
-        out.append(torch.einsum("bhpn,bhn->bhp", state, C[:, t]) + D[:, None] * x[:, t])
-    return torch.stack(out, 1), state
+        return torch.einsum("bhpn,bhn->bhp", state, C[:, t]) + D[:, None] * x[:, t], state
+
+    return _token_by_token(step, x, (*x.shape[2:], B.shape[3]), documents, initial_state)
 
 
 def seq_to_heads(shards: Sequence[Tensor]) -> list[Tensor]:
@@ -242,9 +224,14 @@ def heads_to_seq(blocks: Sequence[Tensor]) -> list[Tensor]:
     return list(torch.cat(list(blocks), 1).chunk(len(blocks), 2))
 
 
-def token_wise(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """A token-wise function on the whole sequence at once."""
-    return fn(x)
+def _capped(scores: Tensor, softcap: float | None) -> Tensor:
+    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None) -> Tensor:
+    """In fp32 or wider."""
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    return _capped(logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale, softcap)
 
 
 def logits_loss(
@@ -252,12 +239,8 @@ def logits_loss(
     softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
     """Sum over the valid tokens of the cross-entropy in fp32 or wider. hidden [.., E], weight [V, E], labels [..]."""
-    logits = torch.nn.functional.linear(hidden, weight, bias)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    logits, labels = logits.flatten(0, -2), labels.flatten()
-    return torch.nn.functional.cross_entropy(logits, labels, reduction="sum", ignore_index=-100)
+    logits = _logits(hidden, weight, bias, scale, softcap).flatten(0, -2)
+    return torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum", ignore_index=-100)
 
 
 def token_logps(
@@ -265,10 +248,7 @@ def token_logps(
     softcap: float | None = None, temperature: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """Log-probability of each label in fp32 or wider, 0 where it is -100; shapes as for `logits_loss`."""
-    logits = torch.nn.functional.linear(hidden, weight, bias)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
+    logits = _logits(hidden, weight, bias, scale, softcap)
     logps = (logits / temperature).log_softmax(-1).gather(-1, labels.clamp_min(0)[..., None])[..., 0]
     return logps.masked_fill(labels == -100, 0.0)
 

@@ -209,10 +209,3 @@ def kv_needed(heads: int, kv_heads: int, ranks: int) -> list[int]:
 
 KV_SHARE = 0.5
 """The share of a device's free memory that keys and values of a layer may take there with `on_host="auto"`."""
-
-
-def reference_tiles(rows: int, width: int, vocabulary: int) -> dict[str, int]:
-    """Tokens of the reference's tiles: M of its MLP, with tokens / width tiles (ALST, section 3.1.1); U of Liger's
-    fused loss, a power of two that makes a chunk of logits about as large as the hidden states."""
-    tiles, chunks = -(-rows // width), -(-vocabulary // width)
-    return {"M": -(-rows // tiles), "U": min(rows, 1 << (-(-rows // chunks) - 1).bit_length())}

@@ -22,8 +22,8 @@ import alstlib
 from alstlib import sizing
 from alstlib.config import RunConfig
 from alstlib.data.shard import shard_batch
+from alstlib.measure.ledger import Ledger
 from alstlib.measure.verify import errors_of
-from alstlib.offload.ledger import Ledger
 from alstlib.reference import shift
 from alstlib.runs import processes
 from alstlib.ulysses.head_layouts import WholeHeads

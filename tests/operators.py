@@ -10,7 +10,7 @@ import torch
 from alstlib.kernels.attention import attention_backward, attention_forward, with_sinks
 from alstlib.kernels.rule import Attended
 from alstlib.kernels.spans import document_spans
-from alstlib.offload.ledger import Ledger
+from alstlib.measure.ledger import Ledger
 from alstlib.reference import relative_error
 
 EXACT = {torch.float64: 1e-12, torch.float32: 3e-6}

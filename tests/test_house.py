@@ -25,7 +25,7 @@ LAYERS = (
     ("hf",),  # the core
     ("streaming", "linear"),
     ("ulysses", "data", "tiled", "offload", "kernels"),
-    ("config", "options", "recompute", "mesh", "sizing", "tables", "units", "reference"),  # the ground
+    ("config", "options", "recompute", "mesh", "sizing", "units", "reference"),  # the ground
 )
 """The layers of the package, from the top down, and their rooms. A room imports from its own layer (in the order of the
 README) and from those below."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
 
 from alstlib.data.formats import Messages, canonical_columns, format_of, read_row
 from alstlib.units import IGNORE
@@ -321,23 +321,6 @@ class Samples(Dataset):
 
 
 make_samples = Samples
-
-
-class SampleOrder(Sampler[int]):
-    """Samples in their own order, of which each of the replicas takes every n-th. Any other number of replicas can go
-    on where all have `seen` so many."""
-
-    def __init__(self, samples: Samples, replicas: int, rank: int) -> None:
-        self.samples, self.replicas, self.rank, self.seen = samples, replicas, rank, 0
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.seen + self.rank, len(self.samples), self.replicas))
-
-    def state_dict(self) -> dict[str, int]:
-        return {"seen": self.seen}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self.seen = state["seen"]
 
 
 def collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

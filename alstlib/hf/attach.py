@@ -144,7 +144,8 @@ def _attach_norms(handle: Handle, layers: Sequence[nn.Module]) -> None:
 
 
 _TINY = 2.0**-40
-"""Loss handed through a model's own transformation of its logits: so small that a soft cap is the identity on it."""
+"""The tiled head returns the loss in the place of logits, times this factor: a model then scales and caps it as it does
+with logits, and of so small a number a soft cap is the identity."""
 
 
 def _attach_head(handle: Handle) -> None:

@@ -141,15 +141,14 @@ class _Engine:
     """What takes gradients: told of each backward whether it ends an optimizer step.
 
     Args:
-        last: does the micro-batch end an optimizer step? None: as the engine says.
+        last: whether the micro-batch ends an optimizer step; None: as the engine says.
     """
 
     def __init__(self, engine: Any, last: bool | None) -> None:
         self.engine, self.last = engine, last
         self.deepspeed = hasattr(engine, "set_gradient_accumulation_boundary")
-        self.counts = (
-            self.deepspeed and engine.managed_gradient_accumulation()
-        )  # else its step() ends what backward has added up
+        # without it, its step() ends what backward has added up
+        self.counts = self.deepspeed and engine.managed_gradient_accumulation()
         if self.counts and last is None:
             self.last = engine.is_gradient_accumulation_boundary()
 

@@ -104,15 +104,15 @@ def loss_of(
 
 
 FIELDS = ("input_ids", "position_ids", "shift_labels", "cu_seqlens", "row_tokens", "row_length")
-"""What of a batch an attached model is given."""
+"""Fields of a batch that an attached model is given."""
 CHECKED = ("attention_mask", *PACKED)
-"""What it is given too where a batch has it: the model's call takes it where that is exact, or refuses it."""
+"""Fields that it is also given where a batch has them: its call takes them where that is exact, or else refuses."""
 KNOWN = (*FIELDS, *CHECKED, "step_tokens", "seen_tokens", "accumulation", "labels")
 """Fields of a batch. Labels are not looked at, because shift_labels are the same labels."""
 
 
 def fields_of(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a batch an attached model is given."""
+    """The fields of a batch that an attached model is given."""
     return {name: batch[name] for name in (*FIELDS, *CHECKED) if batch.get(name) is not None}
 
 
@@ -160,15 +160,15 @@ def check_accumulation(engine: Any, batch: Mapping[str, Any], given: int | None)
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank's part of a micro-batch is of the whole."""
+    """The numbers of a whole micro-batch, and the factor of a rank's part of it."""
 
     factor: Any
-    """What this rank's sum of losses is multiplied by for backward."""
+    """The number by which this rank's sum of losses is multiplied for backward."""
     mean: Tensor
     tokens: Tensor
     entropy: Tensor | None = None
     accuracy: Tensor | None = None
-    """All as in `Loss`."""
+    """The mean and these fields are as in `Loss`."""
 
     def of(self, loss: Tensor, router: Tensor | None = None) -> Loss:
         return Loss(loss, self.mean, self.tokens, self.entropy, self.accuracy, router)

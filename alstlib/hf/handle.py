@@ -163,7 +163,7 @@ class Handle:
 
 
 ABSENT = object()
-"""What a dictionary had under a key that it did not have."""
+"""Stands for the value of a key that a dictionary did not have."""
 
 
 class Edits:

@@ -29,9 +29,9 @@ from alstlib.ulysses.alltoall import stripe
 from alstlib.units import IGNORE
 
 STATE = "alst_state"
-"""Keyword argument of an attached model's call whose inputs have been read before it: the pass that it begins."""
+"""Keyword argument with the pass that a call of an attached model begins, where its inputs have been read before."""
 TENSORS = ("input_ids", "position_ids", "labels", "shift_labels")
-"""What of a call is a tensor [B, L]."""
+"""Arguments of a call that are tensors [B, L]."""
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Arguments by which transformers' own models are told of packed documents: offsets, and what follows from them."""
 OURS = (

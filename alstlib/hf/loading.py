@@ -10,7 +10,6 @@ import contextlib
 import json
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -47,25 +46,6 @@ class UnplacedModel(nn.Module):
             yield p
 
 
-@contextlib.contextmanager
-def _without_weights() -> Iterator[None]:
-    """Parameters of modules that are made here lie on the meta device; buffers are real."""
-    register = nn.Module.register_parameter
-
-    def on_meta(module: nn.Module, name: str, p: nn.Parameter | None) -> None:
-        if p is not None and p.device.type != "meta":
-            p = nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
-        register(module, name, p)
-
-    with mock.patch.object(nn.Module, "register_parameter", on_meta):
-        yield
-
-
-def _skeleton(run: RunConfig, dtype: torch.dtype) -> PreTrainedModel:
-    with _without_weights():
-        return load_model(run.replace(model={"random_weights": True}), dtype)
-
-
 def _whole(run: RunConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """The run's model on the host. Random weights are drawn on the device where they fit: 1.5B of them take 12 s on a
     host, in one thread."""
@@ -88,7 +68,11 @@ def load_on_first(run: RunConfig, dtype: torch.dtype, device: torch.device) -> U
     """
     first = dist.get_rank() == 0
     with Agreement(SPContext.create(), "load_on_first", {}, waits=True):
-        model = _whole(run, dtype, device) if first else _skeleton(run, dtype)
+        if first:
+            model = _whole(run, dtype, device)
+        else:
+            with torch.device("meta"):
+                model = load_model(run.replace(model={"random_weights": True}), dtype)
     tensors = [*model.named_parameters(), *model.named_buffers()]
     told = {name: [list(t.shape), str(t.dtype).partition(".")[2]] for name, t in tensors}
     waiting = {name: p.data for name, p in model.named_parameters()} if first else {}
@@ -99,19 +83,22 @@ def load_on_first(run: RunConfig, dtype: torch.dtype, device: torch.device) -> U
 def _hollow(model: nn.Module, tensors: dict[str, Any], device: torch.device) -> None:
     """Put parameters and buffers on the device, with rank 0's dtypes: buffers with its values, parameters without
     memory. A tensor that has several names stays one."""
-    made: dict[int, nn.Parameter] = {}
-    for name, p in list(model.named_parameters(remove_duplicate=False)):
-        if id(p) not in made:
-            shape, dtype = tensors[name]
-            hollow = torch.empty(1, dtype=getattr(torch, dtype), device=device).expand(shape)
-            made[id(p)] = nn.Parameter(hollow, requires_grad=p.requires_grad)  # one on the meta device cannot leave it
-            made[id(p)].__dict__.update(p.__dict__)
+    made: dict[int, Tensor] = {}
+    for name, t in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
         parent, _, leaf = name.rpartition(".")
-        model.get_submodule(parent)._parameters[leaf] = made[id(p)]
-    for name, b in model.named_buffers():
-        value = b.detach().to(device, getattr(torch, tensors[name][1])).contiguous()
-        _send(value)
-        b.data = value
+        owner, weight = model.get_submodule(parent), isinstance(t, nn.Parameter)
+        held: dict[str, Any] = owner._parameters if weight else owner._buffers
+        if id(t) not in made:
+            shape, dtype = tensors[name][0], getattr(torch, tensors[name][1])
+            if weight:
+                hollow = torch.empty(1, dtype=dtype, device=device).expand(shape)
+                made[id(t)] = nn.Parameter(hollow, requires_grad=t.requires_grad)
+                made[id(t)].__dict__.update(t.__dict__)
+            else:
+                value = torch.empty(shape, dtype=dtype, device=device) if t.is_meta else t.to(device)
+                made[id(t)] = value.detach().contiguous()
+                _send(made[id(t)])
+        held[leaf] = made[id(t)]
 
 
 def _send(t: Tensor) -> None:

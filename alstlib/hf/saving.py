@@ -31,11 +31,11 @@ def full_weights(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 Told = Callable[[float], None]
-"""Hears how much of a long piece of work is done, from 0 to 1."""
+"""A function that is called with the share of a long piece of work that is done, from 0 to 1."""
 
 
 def silent(_: float) -> None:
-    """A `Told` for nobody."""
+    """Report no progress."""
 
 
 def save_model(handle: Handle, folder: str | Path, tokenizer: Any = None, told: Told = silent) -> None:

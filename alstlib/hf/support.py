@@ -28,7 +28,7 @@ class Facts:
     layers: Sequence[nn.Module]
     """Its decoder layers, in order."""
     calls: Sequence[LayerCall]
-    """How they were called in a dry run."""
+    """Calls of these layers in a dry run."""
     transform: LogitTransform | None
     """What the model does to the logits after its head; None where that is not known."""
     heads: int
@@ -39,7 +39,7 @@ class Facts:
     kv_widths: int = 0
     """Key/value heads of the layer that has the most of them by width, and the width of a key and a value together."""
     offset: int = 0
-    """The model numbers its tokens from here."""
+    """Position of the first token, as the model numbers its tokens."""
     attending: Sequence[int] = ()
     """Places of the layers that attend, or whose dry run did not show that they do not."""
     keys: Sequence[Keys] = ()
@@ -49,7 +49,7 @@ class Facts:
     by_longest: bool = False
     """Whether frequencies of rotary embeddings depend on the longest position (dynamic NTK, LongRoPE)."""
     granule: int = 1
-    """Number of tokens of which chunks had better be multiples, for the sake of the attention kernel."""
+    """Number of tokens of which chunks should be multiples, because the attention kernel is fastest then."""
     routers: Sequence[nn.Module] = ()
     """Routers of a mixture of experts, whose load-balancing loss can be had (`output_router_logits`)."""
     shared: Sequence[tuple[str, nn.Parameter]] = ()

@@ -70,7 +70,7 @@ def runs_of(
     Args:
         documents: global offsets into the flattened [B * length] batch; None makes every micro-batch row one document.
         shape: (B, L).
-        packed: does the kernel keep packed documents apart?
+        packed: whether the kernel keeps packed documents apart.
     """
     batch, rows = shape
     if documents is None:

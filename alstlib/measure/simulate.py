@@ -31,9 +31,9 @@ from alstlib.hf.models import load_model
 from alstlib.kernels import blockwise
 from alstlib.linear.ways import StateLayer
 from alstlib.measure.fused_states import fused_states
+from alstlib.measure.ledger import Ledger, _CpuInstrument
 from alstlib.measure.scope import CHECKPOINTS, EXCHANGE, ROOT, Places, category
 from alstlib.mesh import join_fake
-from alstlib.offload.ledger import Ledger, _CpuInstrument
 from alstlib.planner.fits import KERNEL
 from alstlib.sizing import kernels_as_on
 from alstlib.tiled import compute, logits

@@ -1,6 +1,5 @@
-"""Activation checkpoints that are kept on the host (ALST, section 3.3), and a ledger of the bytes on device and host.
+"""Activation checkpoints that are kept on the host (ALST, section 3.3).
 
 In the order in which to read it: `checkpoints` recomputes a function from its input; `host_store` keeps inputs;
-`courier` copies them, or parts of other tensors, to the device and back; `ledger` counts bytes; `headroom` measures
-what a device has left.
+`courier` copies them, or parts of other tensors, to the device and back; `headroom` measures what a device has left.
 """

@@ -6,7 +6,7 @@ In the order in which to read it: `fits` draws lines through simulated steps of 
 `machine` (with `gpus`, `devices`) what it is to run on; `activations` decides what a run keeps where (`streaming`) and
 finds the largest moment of a step. `model_states` is what ZeRO holds, `step_time` the seconds (`state_ways` those of
 layers with a state over ranks); `prediction` puts them together. `question` asks about a run on a machine and
-about what would do better, `rendering` says the answer, `command` is `alst plan`, `preflight` asks about a run before
-it starts; `search` finds the longest sequence that fits by steps that really run. What comes with the library and with
-its pages is written by the programs in papermill_runs/planner/.
+about what would do better, `rendering` says the answer (`tables` prints it), `command` is `alst plan`, `preflight` asks
+about a run before it starts; `search` finds the longest sequence that fits by steps that really run. What comes with
+the library and with its pages is written by the programs in papermill_runs/planner/.
 """

@@ -22,7 +22,7 @@ from alstlib.planner.model_shapes import Shape, read_shape
 from alstlib.planner.prediction import Prediction, with_degree
 from alstlib.planner.question import HELP, NEEDED, WAYS, Answer, Question, Variant, trained_length
 from alstlib.planner.rendering import describe, describe_machines, say
-from alstlib.tables import console
+from alstlib.planner.tables import console
 from alstlib.units import GIB, parse_quantity
 
 EXIT = (

@@ -17,7 +17,7 @@ from alstlib.planner.machine import Machine, rates_known
 from alstlib.planner.model_shapes import Shape
 from alstlib.planner.prediction import Prediction
 from alstlib.planner.question import HELP, NEEDED, WAYS, Answer, Question, Variant, changed, settings
-from alstlib.tables import listed
+from alstlib.planner.tables import listed
 from alstlib.units import GIB, format_bytes, format_seconds, format_tokens, printable
 
 MEANING = {

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 from alstlib.config import Engine, Model, RunConfig
 from alstlib.planner.gpus import rates_named
+from alstlib.planner.tables import console, listed
 from alstlib.runs import launch
 from alstlib.runs.results import Json
-from alstlib.tables import console, listed
 from alstlib.units import GIB, format_bytes
 
 HELP = "measure this machine's rates and memory and say what looks wrong; `alst plan --machine` uses the result"

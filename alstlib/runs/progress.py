@@ -24,8 +24,8 @@ import psutil
 from rich.live import Live
 from rich.text import Text
 
+from alstlib.planner.tables import console
 from alstlib.runs.results import Json, as_json
-from alstlib.tables import console
 from alstlib.units import format_seconds, printable
 
 TAIL_CHARACTERS = 4000

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from alstlib.config import ROWS, RunConfig, flat
+from alstlib.planner.tables import console, listed
 from alstlib.runs import results
 from alstlib.runs.results import Json
 from alstlib.runs.sweeps import Spec, opened, shown
-from alstlib.tables import console, listed
 
 PAGE = "report.html"
 TEMPLATE = Path(__file__).with_name("report.html.j2")

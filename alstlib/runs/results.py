@@ -16,7 +16,7 @@ import platform
 import statistics
 import subprocess
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -33,6 +33,11 @@ Status = Literal["ok", "oom", "timeout", "cancelled", "error"]
 STATUSES: tuple[str, ...] = get_args(Status)
 FINISHED = ("ok", "oom")
 """Statuses that say something about the configuration, not about the attempt: such a run is not repeated."""
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """In words, under which of these names the two say different things."""
+    return [f"{n}={then.get(n)!r} (here {now.get(n)!r})" for n in names if then.get(n) != now.get(n)]
 
 
 # Strict JSON, written atomically

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from alstlib.hf.configs import check_model
 from alstlib.planner.command import fields_of
+from alstlib.planner.tables import console, listed
 from alstlib.runs.results import Json
 from alstlib.runs.spawn import run_on_ranks
-from alstlib.tables import console, listed
 from alstlib.units import parse_quantity
 
 HELP = "check on the CPU, with a small copy of a model, that its gradients equal those of plain transformers"

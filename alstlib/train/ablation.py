@@ -11,23 +11,23 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 import alstlib
 from alstlib.config import RunConfig, Search
 from alstlib.contrib.sparse import Sparse, select_pages
-from alstlib.data.samples import SampleOrder, collate, make_samples
+from alstlib.data.samples import Samples, collate, make_samples
 from alstlib.hf import models
 from alstlib.hf.loading import load_on_first
 from alstlib.hf.models import flop_dimensions, put_liger
 from alstlib.hf.saving import save_model
+from alstlib.measure.ledger import Ledger, ran_out
 from alstlib.mesh import accelerator
-from alstlib.offload.ledger import Ledger, ran_out
 from alstlib.planner.search import Trials, longest_that_fits
 from alstlib.runs.progress import Pace, Progress, ProgressReader
 from alstlib.runs.results import Json
@@ -44,6 +44,23 @@ WATCHED_TIME = (
 )
 
 NO_STEP = "no step was left to do: the time is that of the last step of the earlier run, and the memory that of loading"
+
+
+class SampleOrder(Sampler[int]):
+    """Samples in their own order, of which each of the replicas takes every n-th. Any other number of replicas can go
+    on where all have `seen` so many."""
+
+    def __init__(self, samples: Samples, replicas: int, rank: int) -> None:
+        self.samples, self.replicas, self.rank, self.seen = samples, replicas, rank, 0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.seen + self.rank, len(self.samples), self.replicas))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.seen = state["seen"]
 
 
 class AblationRun(Training):

@@ -28,22 +28,22 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import SFTConfig, SFTTrainer
 
 import alstlib
-from alstlib.config import EQUAL, RunConfig, differences
+from alstlib.config import RunConfig
 from alstlib.data.corpus import get_tokenizer, load_corpus
 from alstlib.data.samples import Account
 from alstlib.hf.loading import load_on_first, place
 from alstlib.hf.models import load_model, put_liger
 from alstlib.hf.zero_config import engine_config
-from alstlib.offload.ledger import Ledger
+from alstlib.measure.ledger import Ledger
 from alstlib.options import check_names
 from alstlib.runs import locks, results
 from alstlib.runs.progress import Pace
-from alstlib.runs.results import Json
+from alstlib.runs.results import Json, differences
 from alstlib.runs.workers import FINETUNE
 from alstlib.train import operators
 from alstlib.train.engine import count, host_tensors, reserve_adam_state
 from alstlib.train.files import move_aside
-from alstlib.train.resume import ended, ending, fields, finished, of_first, seconds_to_save
+from alstlib.train.resume import EQUAL, ended, ending, fields, finished, of_first, seconds_to_save
 from alstlib.train.worker import Training, run_worker, wait_for
 
 MOST_LOST = 0.01

@@ -7,13 +7,22 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from alstlib.config import RunConfig, differences, flat
+from alstlib.config import FIELDS, RunConfig, flat
 from alstlib.mesh import gather_text
 from alstlib.planner.preflight import SLOW_DISK
 from alstlib.runs import results
 from alstlib.runs.processes import WARNED, seconds_left
-from alstlib.runs.results import Json
+from alstlib.runs.results import Json, differences
 from alstlib.train.engine import count
+
+EQUAL = tuple(
+    name
+    for name in FIELDS
+    if name.split(".")[0] in ("model", "data", "optim", "contrib")
+    and name not in ("model.trust_remote_code", "model.liger", "data.allow_dropped", "optim.steps")
+)
+"""Fields that must be equal in the run that saved a training state and in the one that loads it: what is trained, on
+what, and how. The rest is free: on which ranks and how the same numbers are computed, and how many steps there are."""
 
 
 class Timeout(TimeoutError):

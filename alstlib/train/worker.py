@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from alstlib.data.corpus import get_tokenizer, has_tokenizer, load_corpus
 from alstlib.data.formats import only_tokens
 from alstlib.hf.models import model_config
 from alstlib.hf.public_models import SHAPES
-from alstlib.mesh import SPContext, accelerator, gather_text, join, join_fake, own_device, take_device
-from alstlib.offload.ledger import ran_out
+from alstlib.measure.ledger import ran_out
+from alstlib.mesh import SPContext, accelerator, gather_text, join_fake, own_device, take_device
 from alstlib.planner import devices
 from alstlib.planner.fits import known_only
 from alstlib.planner.machine import machine_of
@@ -53,6 +54,25 @@ def this_device() -> tuple[torch.device, bool]:
             "or install PyTorch for a CUDA that it knows (env/README.md). CUDA_VISIBLE_DEVICES='' trains on the CPU"
         )
     return device, device.type != "cpu"
+
+
+def join(device: torch.device, seconds: float, group: str = "") -> None:
+    """Join the ranks that torchrun started, or those processes of theirs that name the same `group`. In a collective of
+    any group a rank waits this long for the others.
+
+    NCCL counts them from when the collective is enqueued, which may be a step before it runs, and then ends the
+    process. Groups that are made later, DeepSpeed's too, take PyTorch's defaults: 10 minutes with NCCL.
+    """
+    defaults, wait = dist.distributed_c10d, timedelta(seconds=seconds)
+    defaults.default_pg_timeout = defaults.default_pg_nccl_timeout = wait
+    plain = accelerator(device) is None or int(os.environ["WORLD_SIZE"]) == 1
+    bound = None if plain else device  # groups of one rank are not split from a bound one
+    own: dict[str, Any] = {}
+    if group:
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=wait)
+        rank, ranks = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+        own = {"store": dist.PrefixStore(group, store), "rank": rank, "world_size": ranks}
+    dist.init_process_group(dist.get_default_backend_for_device(device), timeout=wait, device_id=bound, **own)
 
 
 def node_count(ranks: int) -> int:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from alstlib.offload.ledger import Ledger
+from alstlib.measure.ledger import Ledger
 from alstlib.reference import relative_error
 from alstlib.tiled.loss import tiled_logits_loss
 from alstlib.units import format_bytes

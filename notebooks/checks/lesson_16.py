@@ -86,7 +86,7 @@ def _step(tokens: int, kv_heads: int, chunk: int, watch: Callable[[Any], None] |
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     import alstlib
-    from alstlib.offload.ledger import Ledger
+    from alstlib.measure.ledger import Ledger
 
     torch.manual_seed(0)
     config = LlamaConfig(

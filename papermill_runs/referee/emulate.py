@@ -23,9 +23,9 @@ from alstlib.config import RunConfig
 from alstlib.data.shard import WHOLE, shard_batch
 from alstlib.hf import models
 from alstlib.hf.models import flop_dimensions, load_model, model_config, put_liger
+from alstlib.measure.ledger import Ledger
 from alstlib.measure.simulate import decoder_layers
 from alstlib.mesh import accelerator
-from alstlib.offload.ledger import Ledger
 from alstlib.planner.model_states import GATHERED, Sizes, model_states
 from alstlib.train.worker import Job, run_worker, wait_for
 

@@ -34,12 +34,11 @@ from alstlib.hf.support import heads_of
 from alstlib.kernels.attention import attention_backward, attention_forward
 from alstlib.kernels.backends import choose_backend
 from alstlib.kernels.rule import Attended, Rule
-from alstlib.mesh import join
+from alstlib.measure.ledger import Ledger
 from alstlib.offload.host_store import HostStore
-from alstlib.offload.ledger import Ledger
 from alstlib.planner.search import longest_that_fits
 from alstlib.reference import relative_error
-from alstlib.train.worker import LONGEST_SECONDS, Job, begin, run_worker, timed
+from alstlib.train.worker import LONGEST_SECONDS, Job, begin, join, run_worker, timed
 from alstlib.units import format_bytes
 
 EXACT_LENGTH = 512

@@ -35,7 +35,6 @@ from alstlib.hf.models import model_config
 from alstlib.measure.deep import Deep
 from alstlib.measure.scope import CHECKPOINTS, EXCHANGE, Places
 from alstlib.measure.simulate import Recording, Simulated, fake_ranks, moments_of, shard_of
-from alstlib.sizing import reference_tiles
 from alstlib.tiled.compute import TileRule
 
 FLASH = "reference"
@@ -116,6 +115,13 @@ class _SwiGLU(Function):
         return a.view(dc.shape), b.view(dc.shape)
 
 
+def _tile(rows: int, width: int, vocabulary: int) -> int:
+    """Tokens of one tile of Liger's fused loss: a power of two that makes a chunk of logits about as large as the
+    hidden states."""
+    chunks = -(-vocabulary // width)
+    return min(rows, 1 << (-(-rows // chunks) - 1).bit_length())
+
+
 class _Loss(Function):
     """Liger's `fused_linear_cross_entropy_forward` before 0.6.2, which sums the weight's gradient in place."""
 
@@ -123,7 +129,7 @@ class _Loss(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         dw, dx = torch.zeros_like(weight), torch.zeros_like(x)
         losses = x.new_zeros(len(x), dtype=torch.float32)
-        tile = reference_tiles(len(x), x.shape[1], len(weight))["U"]
+        tile = _tile(len(x), x.shape[1], len(weight))
         for rows, into in zip(x.split(tile), dx.split(tile)):
             logits = rows @ weight.t()  # and their gradient, in place
             into[:] = logits @ weight
@@ -266,7 +272,7 @@ class ReferenceStack(Deep):
     def lengths(self, rows: int) -> tuple[Sequence[int], int, int]:
         """Between two of Liger's tiles, which double with the rows; of an MLP's tiles, all whole."""
         vocab, width = self.model.get_input_embeddings().weight.shape
-        tile = reference_tiles(rows, width, vocab)["U"]
+        tile = _tile(rows, width, vocab)
         longest = tile * -(-vocab // width)
         if rows <= width:
             return (rows,), rows, rows

@@ -13,12 +13,13 @@ from transformers import AttentionInterface
 
 import alstlib
 from alstlib.config import RunConfig
+from alstlib.contrib.reference import seen_pages
 from alstlib.contrib.sparse import PageChoices, Sparse, select_pages
 from alstlib.measure.verify import in_full
 from alstlib.mesh import SPContext
 from alstlib.planner.model_shapes import read_shape
 from alstlib.planner.streaming import streaming_of
-from alstlib.reference import attention, seen_pages
+from alstlib.reference import attention
 
 CHUNK, PAGE, LENGTH = 4, 8, 45
 SPARSE = Sparse(top=1, page=PAGE)

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from cases import check_refused
 from fake import fake_cuda
 
-from alstlib import mesh
 from alstlib.train import worker
 from alstlib.train.engine import reserve_adam_state
 
@@ -62,7 +61,7 @@ def test_nccl_waits_as_long_as_a_step_may_take(monkeypatch, world, bound):
     ten_minutes(monkeypatch)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **how: given.update(how, backend=backend))
     monkeypatch.setenv("WORLD_SIZE", str(world))
-    mesh.join(torch.device("cuda", 3), 7200)
+    worker.join(torch.device("cuda", 3), 7200)
     assert given == {"backend": "nccl", "timeout": timedelta(hours=2), "device_id": bound}
     assert dist.distributed_c10d._get_default_timeout(dist.Backend.NCCL) == timedelta(hours=2)
 
@@ -71,7 +70,7 @@ def test_groups_of_a_run_wait_alike(monkeypatch):
     ten_minutes(monkeypatch)
     for name, value in {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)
-    mesh.join(torch.device("cpu"), 7200)
+    worker.join(torch.device("cpu"), 7200)
     try:
         for group in (dist.group.WORLD, dist.new_group(ranks=range(1))):
             assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(hours=2)

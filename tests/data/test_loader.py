@@ -18,10 +18,10 @@ from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler
 
 from alstlib.data.loader import SPDataLoader
-from alstlib.data.samples import SampleOrder
 from alstlib.data.shard import SLICED, shard_batch
 from alstlib.mesh import SPContext
 from alstlib.reference import shift
+from alstlib.train.ablation import SampleOrder
 
 
 class Rows(list):

@@ -16,14 +16,13 @@ from mutate import mutated
 from torch.distributed.device_mesh import DeviceMesh
 
 import alstlib
-from alstlib import mesh
 from alstlib.config import RunConfig
 from alstlib.data.loader import SPDataLoader
 from alstlib.hf.zero_config import zero_config
+from alstlib.measure.ledger import Ledger, ran_out
 from alstlib.offload.courier import Courier
 from alstlib.offload.headroom import SHARE, device_memory
 from alstlib.offload.host_store import HostStore, Ticket
-from alstlib.offload.ledger import Ledger, ran_out
 from alstlib.planner.model_shapes import read_shape
 from alstlib.train import worker
 from alstlib.train.engine import initialize
@@ -178,7 +177,7 @@ def joined(rank, world):
     ):
         alstlib.SPContext.create()
         assert worker.this_device() == (torch.device(module.NAME, 3), True)
-        mesh.join(worker.begin(), 7200)
+        worker.join(worker.begin(), 7200)
     (*rest, (backend, how)) = made
     return [*rest, backend, str(how["device_id"])]
 

@@ -18,7 +18,7 @@ from alstlib.kernels import attention
 from alstlib.kernels.backends import BACKENDS, PACKAGES, choose_backend
 from alstlib.kernels.paged import HeadPart, sinks_backward
 from alstlib.kernels.rule import Rule
-from alstlib.offload.ledger import Ledger
+from alstlib.measure.ledger import Ledger
 from alstlib.options import Kernel
 from alstlib.ulysses.attention import row_delta
 

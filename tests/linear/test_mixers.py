@@ -16,7 +16,7 @@ from alstlib.data.shard import shard_batch
 from alstlib.hf.support import check_model
 from alstlib.linear.adapters import ADAPTERS, adapter_of, mixers_of
 from alstlib.measure import verify
-from alstlib.offload.ledger import Ledger
+from alstlib.measure.ledger import Ledger
 
 WHOLE = [[[144]]]
 """More than one block of 64 tokens of the gated delta rule on each of two ranks."""

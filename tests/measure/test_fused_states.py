@@ -9,7 +9,7 @@ from transformers.models.jamba import modeling_jamba
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from alstlib.measure import fused_states
-from alstlib.offload.ledger import Ledger
+from alstlib.measure.ledger import Ledger
 
 ROWS, HEADS, KEYS = 256, 4, 16
 

@@ -15,7 +15,7 @@ from alstlib.config import RunConfig
 from alstlib.data.shard import shard_batch
 from alstlib.hf import models
 from alstlib.hf.models import load_model
-from alstlib.offload.ledger import Ledger
+from alstlib.measure.ledger import Ledger
 from alstlib.runs.launch import launch
 from alstlib.train import worker
 

@@ -14,7 +14,7 @@ from operators import error_of
 from peers import Counts, floor_step, peak_over_start
 
 from alstlib.config import RunConfig
-from alstlib.offload.ledger import storage_bytes
+from alstlib.measure.ledger import storage_bytes
 from alstlib.runs import results
 from alstlib.runs.launch import launch
 from alstlib.ulysses.alltoall import Exchange

@@ -21,7 +21,7 @@ from operators import (
 from torch import Tensor, nn
 
 from alstlib import reference
-from alstlib.offload.ledger import Ledger
+from alstlib.measure.ledger import Ledger
 from alstlib.tiled.logits import LogitTransform, Statistics
 from alstlib.tiled.loss import TiledHead, tiled_logits_loss
 

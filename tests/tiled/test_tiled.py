@@ -12,8 +12,7 @@ from transformers import GPT2Config, LlamaConfig
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from alstlib import reference
-from alstlib.offload.ledger import Ledger
+from alstlib.measure.ledger import Ledger
 from alstlib.recompute import Pass, entered
 from alstlib.sizing import TILE_BYTES
 from alstlib.tiled.compute import TiledMLP, TiledNorm, default_tile, tiled_compute
@@ -37,10 +36,6 @@ def tiled(fn, tile):
     return lambda x, *params: tiled_compute(lambda part: fn(part, *params), x, params, tile=tile)
 
 
-def plain(fn):
-    return lambda x, *params: reference.token_wise(lambda part: fn(part, *params), x)
-
-
 def inputs_of(batch=2, rows=7, out=WIDTH):
     """x and the weights of `mlp_function`."""
     return [randn(batch, rows, WIDTH).requires_grad_(), *weights_of(out)]
@@ -62,7 +57,7 @@ def test_tiled_is_untiled(rows, tile, batch, layout, dtype):
     x = layout(randn(batch, rows, WIDTH)).requires_grad_()
     upstream = layout(randn(batch, rows, WIDTH, seed=1, scale=3.0))
     before = upstream.clone()
-    agree(tiled(mlp_function, tile), plain(mlp_function), [x, *weights_of()], upstream, dtype)
+    agree(tiled(mlp_function, tile), mlp_function, [x, *weights_of()], upstream, dtype)
     assert torch.equal(upstream, before)
 
 
@@ -90,7 +85,7 @@ FUNCTIONS = {
 def test_functions(fn, inputs, shape, tile):
     upstream = randn(*shape, seed=1)
     before = upstream.clone()
-    agree(tiled(fn, tile), plain(fn), inputs, upstream)
+    agree(tiled(fn, tile), fn, inputs, upstream)
     assert torch.equal(upstream, before)
 
 

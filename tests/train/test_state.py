@@ -23,13 +23,14 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 import alstlib
-from alstlib.config import EQUAL, FIELDS, RunConfig
+from alstlib.config import FIELDS, RunConfig
 from alstlib.data.loader import SPDataLoader
 from alstlib.hf.saving import full_weights
 from alstlib.train import files
 from alstlib.train import state as states
 from alstlib.train.engine import initialize
 from alstlib.train.pieces import HeldState
+from alstlib.train.resume import EQUAL
 from alstlib.train.state import RunStates
 
 DEFAULTS = """
@@ -457,3 +458,10 @@ def test_a_state_that_is_not_finite_is_not_saved(ranks2, tmp_path, key):
         assert re.search(rf"\(one saved before is intact\): {key}.* is not finite", said), said
         assert (step, apart) == (1, [])
     assert [f.name for f in tmp_path.iterdir()] == ["state"]
+
+
+def test_a_training_state_belongs_to_model_data_and_optimizer():
+    kept = {"model.name", "model.config", "data.seq_len", "optim.seed", "contrib.sparse"}
+    free = {"engine.world_size", "options.chunk", "limits.timeout", "optim.steps", "output.save_to", "row"}
+    assert set(FIELDS) > set(EQUAL) > kept
+    assert not free & set(EQUAL)

@@ -27,8 +27,8 @@ class SelectiveScan(StateRule):
     Args:
         scan: (x [b, n, E], dt [b, n, E], B [b, n, N], C [b, n, N], A [E, N], D [E], bias [E]) -> (output [b, n, E],
             state [b, E, N]), where a step is dt + bias.
-        softplus: or softplus of that.
-        hands_on: does the state go anywhere? Else it needs no gradient.
+        softplus: whether a step is softplus(dt + bias) instead.
+        hands_on: whether the state goes to another rank or chunk; otherwise it needs no gradient.
     """
 
     def __init__(self, scan: Callable[..., tuple[Tensor, Tensor]], softplus: bool, hands_on: bool = True) -> None:
