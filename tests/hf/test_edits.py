@@ -5,6 +5,7 @@ import gc
 import weakref
 
 import pytest
+import torch
 from cases import ALL_ON, attach, batch_of, check_refused, check_step, gradients, make_model, own_step, plain_step, step
 from transformers import AttentionInterface
 
@@ -62,6 +63,7 @@ def test_a_model_that_is_dropped_without_detach_is_freed(how):
     gc.collect()
     assert [w() for w in gone] == [None, None, None]
     assert set(AttentionInterface._global_mapping) == before
+    assert torch._C._is_multithreading_enabled()
 
 
 def test_a_handle_that_is_dropped_leaves_the_model_attached():
