@@ -17,10 +17,12 @@ from test_lab import checkout
 from test_repository import ROOT
 
 from alstlib.config import RunConfig
+from alstlib.reference import relative_error
 from alstlib.runs import workers
 from alstlib.train import operators
 
-PAGES = ("README.md", "notebooks/training.md", "notebooks/runs.md", "notebooks/what_fits.md", "env/README.md",
+ERRORS = "notebooks/silent_errors.md"
+PAGES = ("README.md", "notebooks/training.md", "notebooks/runs.md", "notebooks/what_fits.md", ERRORS, "env/README.md",
          "notebooks/run.ipynb", "notebooks/finetune.ipynb")  # fmt: skip
 ALL = os.environ.get("ALST_PAGES") == "all"
 SPEC = "papermill_runs/specs/finetune.yaml"
@@ -54,6 +56,8 @@ MINUTES = (".venv/bin/alst check", ".venv/bin/alst plan --machine", "alst run SP
 ANSWERS = {"alst status": (0, 1, 3), "alst check": (0, 1), "alst plan --machine": (0, 1)}
 """Exit statuses that say something of this machine: a row did not run, a link looks slow, the model does not fit."""
 PYTHON = ("import alstlib, deepspeed\n", "out = alstlib.block_step(")
+SILENT = "import torch\n"
+"""How the blocks of the page on silent errors begin."""
 HERE = {"meta-llama/Llama-3.1-8B-Instruct": "model", "my_documents.jsonl": "texts.jsonl", "chats.jsonl": "texts.jsonl",
         "seq_len: 131072": "seq_len: 64", "steps: 1000": "steps: 2", "steps: 500": "steps: 2",
         "-p data.seq_len 4096": "-p data.seq_len 256 -p model.name tiny",
@@ -95,7 +99,7 @@ SHELL = [(page, command) for page, command in PRINTED if begins(command, (*QUICK
 
 
 def test_each_block_is_run_or_says_why_not():
-    known = (*NOT_HERE, *QUICK, *MINUTES, *PYTHON, "cd ")
+    known = (*NOT_HERE, *QUICK, *MINUTES, *PYTHON, SILENT, "cd ")
     assert [(page, command) for page, command in PRINTED if not begins(command, known)] == []
     unused = {one for one in known if not any(begins(command, known) == one for _, command in PRINTED)}
     assert unused == set(), "no page has these"
@@ -161,3 +165,54 @@ def test_the_loop_runs_as_printed(ranks2, by_blocks):
     assert first == second
     assert len(first) == 4
     assert all(3 < loss < 6 for loss in first)
+
+
+def same(a, b):
+    return relative_error(a, b) < 1e-12
+
+
+def by_copies(n):
+    """The output of attention on four ranks, each with a copy of its key/value head, and as a whole."""
+    ranks = [n["attend"](n["q"][[r]], n["k"][[r // 2]], n["v"][[r // 2]], is_causal=True) for r in range(4)]
+    whole = n["attend"](n["q"], *(n[name].repeat_interleave(2, 0) for name in "kv"), is_causal=True)
+    return torch.cat(ranks), whole
+
+
+SYMPTOMS = {
+    "The careless head gradient": lambda n: same(n["wrong"][1], 4 * n["truth"][1]),
+    "The first copy of a shared key": lambda n: same(*by_copies(n)),
+    "The naive cut": lambda n: [int((n["shift"](own) == -100).sum()) for own in n["ids"].chunk(4)] == [1, 1, 1, 1],
+    "The mean of means": lambda n: n["counts"] == [0, 0, 4, 3],
+    "The forgotten state": lambda n: (
+        same(n["bad"][:12], n["whole"][:12])
+        and all(relative_error(a[:12], b[:12]) > 0.1 for a, b in zip(n["wrong"][1:], n["truth"][1:]))
+    ),
+    "The wrong order of chunks": lambda n: not same(n["in_chunks"]([8, 0, 4])[0], n["truth"][0]),
+    "The dropped window": lambda n: same(n["outputs"][2][:, :6], n["outputs"][0][:, :6]),
+}
+"""What the page says of each error beyond its gradients, from the names of its block."""
+PARTS = ("**Symptom.** ", "**The check.** ", "**Who had it.** ")
+
+
+@pytest.mark.parametrize("error", SYMPTOMS)
+def test_a_silent_error_is_made_and_seen(error):
+    text = (ROOT / ERRORS).read_text(encoding="utf-8")
+    said = dict(re.findall(r"(?ms)^## \d\. ([^\n]+)\n(.*?)(?=^## |\Z)", text))
+    assert list(said) == list(SYMPTOMS)
+    assert [part for part in PARTS if said[error].count(part) != 1] == []
+    ((block, _),) = BLOCK.findall(said[error])
+    assert (ERRORS, block) in PRINTED
+    assert len([line for line in block.splitlines() if line.strip()]) <= 20
+    names = {}
+    exec(block, names)
+    off = {kind: [relative_error(*pair) for pair in zip(names[kind], names["truth"])] for kind in ("right", "wrong")}
+    assert max(off["right"]) < 1e-12
+    of_head = error == "The careless head gradient"  # all other gradients are right there
+    assert [e > 0.2 for e in off["wrong"]] == [not of_head] * (len(off["wrong"]) - 1) + [True]
+    assert SYMPTOMS[error](names)
+
+
+def test_the_page_on_silent_errors_names_tests_that_are_there():
+    named = re.findall(r"`(tests/[\w./]+)`", (ROOT / ERRORS).read_text(encoding="utf-8"))
+    assert len(named) >= len(SYMPTOMS)
+    assert [name for name in named if not (ROOT / name).exists()] == []

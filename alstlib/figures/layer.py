@@ -31,7 +31,6 @@ PARTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "documents": ("attention within packed documents, which positions mark", ("data", "attention")),
     "gradients": ("the loss of all ranks, and its gradient", ("loss", "sum", "backward", "states")),
     "ablation": ("the features that the ablation switches on", ("exchange", "mlp", "loss", "checkpoints")),
-    "parity": ("losses and gradients, which must equal those of one rank", ("loss", "sum", "backward", "states")),
     "peers": ("the whole step, compared with other libraries", _ALL),
     "limits": ("what fills the device, and what fills the host",
                ("attention", "mlp", "loss", "states", "checkpoints", "pages", "host states")),

@@ -1,15 +1,15 @@
-"""Exercises of lesson 08: the loss from which a rank runs backward, for several engines."""
+"""Exercises of lesson 08: the loss from which a rank runs backward, and what two gradients have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import alstlib
-from alstlib.hf.causal_lm_loss import share_of
+from alstlib.config import FIELDS
 from alstlib.reference import relative_error
 from checks import Exercise
 
@@ -56,32 +56,6 @@ def _loss(mine: Callable[..., Tensor]) -> str:
     return "the engine's gradient is the unsharded one, also with replicas, micro-batches and slices without labels"
 
 
-def _recipe(answer: Callable[[], Callable[[list[Tensor], list[int]], Sequence[Tensor]]]) -> str:
-    mine = answer()
-    ((x, y),) = _samples(1, 24)
-    for ranks in (2, 3, 8):
-        weight = torch.ones(6, 5, dtype=torch.float64).tril().requires_grad_()
-        (want,) = torch.autograd.grad(F.cross_entropy(x @ weight, y), weight)
-        sums, counts = [], []
-        for part, own in zip((x @ weight).chunk(ranks), y.chunk(ranks)):
-            sums.append(F.cross_entropy(part, own, reduction="sum"))
-            counts.append(int((own != -100).sum()))
-        losses = mine(sums, counts)
-        assert len(losses) == ranks, f"{len(losses)} losses for {ranks} ranks"
-        (got,) = torch.autograd.grad(torch.stack(list(losses)).sum(), weight)
-        error = relative_error(got, want)
-        assert error < 1e-9, f"on {ranks} ranks the relative error of the gradient is {error:.2g}"
-    return "the gradient is the unsharded one on 2, 3 and 8 ranks"
-
-
-def _number(answer: Callable[[], float]) -> str:
-    mine, total, labels = answer(), torch.tensor(120.0), torch.zeros(1, 4, dtype=torch.int64)
-    share = share_of(total, labels, {"step_tokens": 6000}, alstlib.SPContext(sp=4, dp=2), engine_divides_by=3)
-    want = float(total * share.factor)
-    assert abs(mine - want) < 1e-6, f"yours is {mine / want:.3g} times what is right"
-    return "the engine averages over the replicas as well"
-
-
 def _mean(logits: Tensor, labels: Tensor, step_tokens: int, sp: int, dp: int, accumulation: int) -> Tensor:
     return F.cross_entropy(logits, labels, ignore_index=-100) / sp
 
@@ -99,6 +73,72 @@ def _no_accumulation(logits: Tensor, labels: Tensor, step_tokens: int, sp: int, 
     return F.cross_entropy(logits, labels, reduction="sum") * dp / step_tokens
 
 
+def _vector(grads):
+    return np.concatenate([g.double().numpy().ravel() for g in grads])
+
+
+def check_compare(compare):
+    made = torch.Generator().manual_seed(0)
+    shapes = [(3, 5), (7,), (1, 1), (2, 3, 4)]
+    base = [torch.randn(shape, generator=made) for shape in shapes]
+    noise = [torch.randn(shape, generator=made) * size for shape, size in zip(shapes, (0.1, 3.0, 5.0, 0.5))]
+    cases = {
+        "gradients that are equal": base,
+        "gradients of a quarter of the size": [g / 4 for g in base],
+        "gradients of the other sign": [-g for g in base],
+        "gradients with something else added to them": [g + extra for g, extra in zip(base, noise)],
+        "gradients of which one parameter's is eight times too large": [8 * base[0], *base[1:]],
+    }
+    for what, given in cases.items():
+        x, y = _vector(base), _vector(given)
+        (factor,), *_ = np.linalg.lstsq(x[:, None], y, rcond=None)
+        rest = np.linalg.norm(y - factor * x) / np.linalg.norm(y)
+        got = compare([g.clone() for g in given], [g.clone() for g in base])
+        assert isinstance(got, tuple), f"{got!r} is not a pair (factor, rest)"
+        assert abs(got[0] - factor) < 1e-4 * abs(factor), f"{what}: factor {got[0]:.4f}, but {factor:.4f} is nearest"
+        assert abs(got[1] - rest) < 1e-4, f"{what}: rest {got[1]:.4f}, but {rest:.4f} of them is left"
+    return "a forgotten factor leaves no rest, and an error in one parameter leaves one"
+
+
+def norms_only(a, b):
+    x, y = (torch.cat([g.flatten() for g in grads]) for grads in (a, b))
+    factor = x.norm() / y.norm()
+    return float(factor), float((x - factor * y).norm() / x.norm())
+
+
+def first_parameter_only(a, b):
+    factor = (a[0] * b[0]).sum() / (b[0] * b[0]).sum()
+    rest = sum((x - factor * y).square().sum() for x, y in zip(a, b)) / sum(x.square().sum() for x in a)
+    return float(factor), float(rest.sqrt())
+
+
+def wrong_way_round(a, b):
+    x, y = (torch.cat([g.flatten() for g in grads]) for grads in (a, b))
+    factor = x @ y / (x @ x)
+    return float(factor), float((x - factor * y).norm() / x.norm())
+
+
+def check_field(field_and_value):
+    name, value = field_and_value()
+    named = [field for field in FIELDS if name in (field, field.partition(".")[2])]  # with its group, or without
+    assert named, f"RunConfig has no field {name!r}"
+    own = named[0].partition(".")[2]
+    paths = []
+    for factor in (1.0, 4.0):
+        weight = torch.ones(2, dtype=torch.float64, requires_grad=True)
+        setting = {"learning_rate": 0.1, "weight_decay": 0.0, "max_grad_norm": 0.0} | {own: value}
+        adam = torch.optim.AdamW([weight], lr=setting["learning_rate"], weight_decay=setting["weight_decay"])
+        for norm in (0.5, 2.0, 0.7, 1.9, 0.6, 1.1):
+            weight.grad = factor * norm * torch.tensor([0.6, -0.8], dtype=torch.float64)
+            if setting["max_grad_norm"]:
+                torch.nn.utils.clip_grad_norm_([weight], setting["max_grad_norm"])
+            adam.step()
+        paths.append(weight.detach())
+    apart = float((paths[1] - paths[0]).norm() / (paths[0] - 1).norm())
+    assert apart > 1e-3, f"{name}={value}: the weights go the same way with one and with four times the gradient"
+    return "clipping compares the gradient's norm with a number, and so its size counts"
+
+
 EXERCISES = {
     1: Exercise(
         check=_loss,
@@ -112,23 +152,26 @@ EXERCISES = {
         mistakes=(_mean, _all_ranks, _no_replicas, _no_accumulation),
     ),
     2: Exercise(
-        check=_recipe,
+        check=check_compare,
         hints=(
-            "the sum of the ranks' losses should be the mean over all valid tokens",
-            "divide each sum by the same number, so that nothing has to be cancelled",
+            "Make one long vector of all parameters' gradients first. Which f makes |a - f b| smallest?",
+            "Set the derivative of |a - f b|^2 with respect to f to zero: two dot products remain.",
+            "f is the dot product of a and b over the dot product of b with itself; then take the norm of a - f b.",
         ),
-        mistakes=(
-            lambda: lambda sums, counts: [s / max(1, n) / len(sums) for s, n in zip(sums, counts)],
-            lambda: lambda sums, counts: [s * len(sums) / sum(counts) for s in sums],
-            lambda: lambda sums, counts: [sum(sums) / sum(counts)] * len(sums),
-        ),
+        mistakes=(norms_only, first_parameter_only, wrong_way_round),
     ),
     3: Exercise(
-        check=_number,
+        check=check_field,
         hints=(
-            "the formula is in the section on the library",
-            "the world size counts all ranks, and the engine's own division has to be cancelled too",
+            "What in a training compares the size of the gradient with a number that somebody chose?",
+            "Clipping. If no step is clipped, or every step of both trainings is, then nothing is seen.",
         ),
-        mistakes=(lambda: 120 / 6000 * 4 * 3, lambda: 120 / 6000 * 8, lambda: 120 / 6000),
+        mistakes=(
+            lambda: ("optim.learning_rate", 0.01),
+            lambda: ("optim.weight_decay", 0.1),
+            lambda: ("optim.max_grad_norm", 100.0),
+            lambda: ("max_grad_norm", 0.1),
+            lambda: ("optim.clipping", 0.1),
+        ),
     ),
 }

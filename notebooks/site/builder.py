@@ -34,6 +34,7 @@ REFERENCE = {
     "notebooks/training.md": "Training with this library",
     "notebooks/runs.md": "Planning and running",
     WHAT_FITS: "What fits?",
+    "notebooks/silent_errors.md": "Seven silent errors",
     "env/README.md": "Environments",
     "papermill_runs/results/LOG.md": "What was tried",
 }
