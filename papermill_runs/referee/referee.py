@@ -1,9 +1,13 @@
 """`python papermill_runs/referee/referee.py [--stack NAME ...] [--case NAME ...]` judges stacks (`exactness/`) on all
-cases and writes papermill_runs/results/referee/. A cell that was judged with the same versions is kept."""
+cases and writes papermill_runs/results/referee/. A cell that was judged with the same versions is kept.
+
+With `--model NAME` it judges one stack on a small copy of that model instead, and writes nothing. This is what
+`alst verify NAME --stack STACK` runs."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -16,7 +20,12 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(ROOT)]
-os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+MORE = os.environ.get("REFEREE_PATH", "")
+"""A folder of packages beside the environment, which a stack's `environment` names."""
+sys.path += [MORE] if MORE else []
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    path for path in (str(HERE), str(ROOT), os.environ.get("PYTHONPATH", ""), MORE) if path
+)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -26,6 +35,7 @@ from exactness.cases import CASES, Case  # noqa: E402
 from exactness.ranks import Processes  # noqa: E402
 
 RANKS = 2
+RESULT = ROOT / "papermill_runs" / "results" / "referee"
 
 
 def versions_of(stack: Any) -> dict[str, str]:
@@ -43,7 +53,7 @@ def judge(processes: Processes, name: str, case: Case, plain: dict[Any, Any]) ->
     want = reference(processes, case, trainer, plain)
     if isinstance(want, dict) and "result" in want:
         return {"result": "does not run", "reason": f"plain transformers: {want['reason']}"}
-    found = processes.run(name, case, RANKS)
+    found = processes.run(name, case, getattr(stacks.load(name), "ranks", RANKS))
     if isinstance(found, dict):
         return found
     judged = verdict(found, want)
@@ -93,41 +103,78 @@ def cell_of(processes: Processes, name: str, case: Case, plain: dict[Any, Any]) 
     }
 
 
+OF_A_MODEL = ("even", "prompts", "accumulation", "packed")
+"""Cases that `--model` judges."""
+STATUS = {"exact": 0, "wrong": 1, "does not run": 1, "refused": 2}
+
+
+def model_cases(name: str) -> list[Case]:
+    """Cases with a small copy of a model, whose kinds of layers are all there."""
+    from alstlib.hf.models import model_config
+    from alstlib.measure.small import first_of_each, kinds_in_lists, shrunk
+
+    config = model_config(name, {}, False)
+    text = config.get_text_config()
+    small = shrunk(text, first_of_each(kinds_in_lists(text)))
+    return [replace(CASES[case], model=small.model_type, config=small) for case in OF_A_MODEL]
+
+
+def of_a_model(name: str, stack: str, as_json: bool) -> int:
+    """Judge a stack on a small copy of a model; returns the exit status of `alst verify`."""
+    processes, plain = Processes(), dict[Any, Any]()
+    cells = {}
+    for case in model_cases(name):
+        cells[case.title] = cell_of(processes, stack, case, plain)
+        if not as_json:
+            print(f"{case.title}: {page.said(cells[case.title])}", flush=True)
+    if as_json:
+        print(json.dumps({"model": name, "stack": stack, "cells": cells}, indent=2))
+    return max(STATUS.get(cell["result"], 0) for cell in cells.values())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--stack", action="append", choices=stacks.known(), help="judge this one; may be repeated")
     parser.add_argument("--case", action="append", choices=[*CASES], help="judge this one; may be repeated")
-    parser.add_argument("--out", type=Path, default=ROOT / "papermill_runs" / "results" / "referee")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--model", help="judge --stack on a small copy of this model")
+    parser.add_argument("--json", action="store_true", help="with --model: print JSON")
     parser.add_argument("--again", action="store_true", help="judge anew what was judged with the same versions")
     args = parser.parse_args()
+    if args.model:
+        sys.exit(of_a_model(args.model, (args.stack or ["ours"])[0], args.json))
     chosen, names = args.stack or stacks.known(), args.case or [*CASES]
-    result, processes, plain = page.read(args.out), Processes(), dict[Any, Any]()
-    todo = [
-        (stack, case)
-        for case in names
-        for stack in chosen
-        if args.again or not page.judged(result, stack, case, versions_or_none(stack))
-    ]
+    processes, plain = Processes(), dict[Any, Any]()
+    for name in [name for name in chosen if not ready(name)]:  # its variables must be there before Python starts
+        chosen = [other for other in chosen if other != name]
+        given = [word for case in names for word in ("--case", case)] + (["--again"] if args.again else [])
+        command = [sys.executable, __file__, "--stack", name, "--out", str(args.out), *given]
+        subprocess.run(command, env={**os.environ, **stacks.load(name).environment()}, check=True)
+    todo = [(name, case) for case in names for name in chosen if args.again or not kept(args.out, name, case)]
     for at, (name, case) in enumerate(todo, 1):
-        environment: dict[str, str] = getattr(stacks.load(name), "environment", dict)()
-        if all(os.environ.get(n) == v for n, v in environment.items()):
-            cell = cell_of(processes, name, CASES[case], plain)
-            result = page.read(args.out)
-            result["cells"].setdefault(name, {})[case] = cell
-            page.write(args.out, result)
-            print(f"{at:3}/{len(todo)} {name:14} {case:14} {page.said(cell)} ({cell['seconds']:.0f} s)", flush=True)
-        else:  # processes of its own: the variables must be there before Python starts
-            again = ["--again"] if args.again else []
-            command = [sys.executable, __file__, "--stack", name, "--case", case, "--out", str(args.out), *again]
-            subprocess.run(command, env={**os.environ, **environment}, check=True)
+        cell = cell_of(processes, name, CASES[case], plain)
+        result = page.read(args.out)
+        result["cells"].setdefault(name, {})[case] = cell
+        page.write(args.out, result)
+        print(f"{at:3}/{len(todo)} {name:14} {case:14} {page.said(cell)} ({cell['seconds']:.0f} s)", flush=True)
     page.write(args.out, page.read(args.out))
+    if args.out == RESULT:
+        page.put_tables(ROOT, page.read(RESULT))
 
 
-def versions_or_none(name: str) -> dict[str, str] | None:
+def ready(name: str) -> bool:
+    """Whether this process has the variables that a stack asks for."""
+    asked: dict[str, str] = getattr(stacks.load(name), "environment", dict)()
+    return all(os.environ.get(variable) == value for variable, value in asked.items())
+
+
+def kept(folder: Path, name: str, case: str) -> bool:
+    """Whether a cell was judged with the versions that are installed."""
     try:
-        return versions_of(stacks.load(name))
+        versions = versions_of(stacks.load(name))
     except metadata.PackageNotFoundError:
-        return None
+        versions = {}
+    return page.judged(page.read(folder), name, case, versions)
 
 
 if __name__ == "__main__":

@@ -46,12 +46,19 @@ MODELS: dict[str, dict[str, Any]] = {
 """What the config of a small model has besides WIDTHS; its type is the name, unless it says another."""
 
 
+EAGER = ("gpt_oss", "gemma2", "gemma3_text")
+"""Types whose sinks or soft caps PyTorch's attention (`sdpa`) does not have."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One row of the table."""
 
     title: str
     model: str = "llama"
+    """A key of MODELS; with `config`, its type."""
+    config: Any = None
+    """The config of the model in place of one of MODELS."""
     data: str = "even"
     """A function below that makes the samples."""
     steps: int = 3

@@ -30,6 +30,12 @@ process. Stacks with a loop of their own are compared with a plain loop, stacks 
 Cases are in the order in which users meet them. `make referee` judges again what was judged with other versions. One
 cell: `python papermill_runs/referee/referee.py --again --stack NAME --case CASE`.
 """
+ADD = """## Add a stack
+
+Write a file in `papermill_runs/referee/exactness/stacks/`; `__init__.py` there has the few methods that it needs. Then
+`python papermill_runs/referee/referee.py --stack NAME` judges it, and `alst verify MODEL --stack NAME` runs it on a
+small copy of a model. A stack under a Trainer needs its settings only, as `accelerate_sp.py` shows.
+"""
 FAIR = """## What we could have set up wrongly
 
 - Each stack is set up as the pages listed with it say. A setting that makes a cell exact is welcome: the file of a
@@ -49,10 +55,10 @@ def read(folder: Path) -> Result:
     return json.loads(path.read_text()) if path.exists() else {"cells": {}}
 
 
-def judged(result: Result, stack: str, case: str, versions: dict[str, str] | None) -> bool:
+def judged(result: Result, stack: str, case: str, versions: dict[str, str]) -> bool:
     """Whether the cell was judged with these versions."""
     cell = result["cells"].get(stack, {}).get(case)
-    return cell is not None and cell["versions"] == (versions or {})
+    return cell is not None and cell["versions"] == versions
 
 
 def said(cell: dict[str, Any]) -> str:
@@ -97,7 +103,7 @@ def markdown(cells: dict[str, dict[str, Any]]) -> str:
         lines += ["", f"## {name}", "", *_about(name, judged_cells), ""]
         lines += [f"- {CASES[c].title}: {said(cell)}{_link(name, c, cell)}" for c, cell in judged_cells.items()
                   if cell["result"] not in ("exact", "absent")]  # fmt: skip
-    return "\n".join([*lines, "", FAIR])
+    return "\n".join([*lines, "", FAIR, ADD])
 
 
 def _about(name: str, cells: dict[str, Any]) -> list[str]:
@@ -115,6 +121,42 @@ def _doc(stack: Any) -> str:
 def _link(stack: str, case: str, cell: dict[str, Any]) -> str:
     written = reproduce.writable(stack, CASES[case], cell)
     return f" ([reproducer](reproducers/{reproduce.file_of(stack, case)}))" if written else ""
+
+
+TABLES = {
+    "notebooks/training.md": ("trainer", tuple(CASES), {"ours-trainer": "TrainerMixin",
+                              "accelerate-sp": "Accelerate, sp", "accelerate-cp": "Accelerate, cp"}),
+    "README.md": ("referee", ("even", "uneven", "accumulation", "packed", "window"),
+                  {"ours-trainer": "TrainerMixin", "accelerate-sp": "Accelerate's sequence parallelism"}),
+}  # fmt: skip
+"""Tables of other pages: the mark around each, its cases, and its columns."""
+
+
+def table_of(path: str, result: Result) -> str:
+    """A table of another page: what differs is said by its largest relative error."""
+    _, cases, columns = TABLES[path]
+    found = {name: result["cells"].get(name, {}) for name in columns}
+    lines = [f"| case | {' | '.join(columns.values())} |", f"| --- |{' --- |' * len(columns)}"]
+    for case in cases:
+        if any(case in some for some in found.values()):
+            words = (in_short(some[case]) if case in some else "" for some in found.values())
+            lines.append(f"| {CASES[case].title} | {' | '.join(words)} |")
+    return "\n".join(lines) + "\n"
+
+
+def in_short(cell: dict[str, Any]) -> str:
+    """A cell of such a table."""
+    if cell["result"] != "wrong":
+        return f"exact, {max(cell['errors'].values()):.0e}" if cell["result"] == "exact" else cell["result"]
+    return "off: " + ", ".join(f"{name} {_percent(error)}" for name, error in cell["wrong"].items())
+
+
+def put_tables(root: Path, result: Result) -> None:
+    """Write the tables of other pages between their marks."""
+    for path, (mark, *_) in TABLES.items():
+        before, begin, rest = (root / path).read_text().partition(f"<!-- {mark} -->\n")
+        end = f"<!-- /{mark} -->"
+        (root / path).write_text(before + begin + table_of(path, result) + end + rest.partition(end)[2])
 
 
 def page(cells: dict[str, dict[str, Any]]) -> str:

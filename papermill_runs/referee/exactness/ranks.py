@@ -12,8 +12,12 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-PRELOADED = ["torch", "transformers.models.llama.modeling_llama", "transformers.trainer", "accelerate", "deepspeed",
-             "exactness.training", "alstlib.hf.attach", "alstlib.trainers.trainer"]  # fmt: skip
+PRELOADED = [
+    "torch", "torch._dynamo", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama",
+    "transformers.trainer", "transformers.integrations.deepspeed", "accelerate", "peft",
+    "deepspeed.runtime.sequence_parallel.ulysses_sp", "exactness.training", "alstlib.hf.attach",
+    "alstlib.trainers.trainer",
+]  # fmt: skip
 """What one server imports, from which all ranks are forked."""
 REFUSALS = (ValueError, NotImplementedError)
 AFTER_ONE = 10.0

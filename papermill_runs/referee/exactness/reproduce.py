@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .cases import CASES, MODELS, WIDTHS, Case
+from .cases import CASES, EAGER, MODELS, WIDTHS, Case
 
 DATA = {
     "even": "",
@@ -17,31 +17,28 @@ DATA = {
 """What has no label."""
 POSITIONS = {"packed": "torch.cat([torch.arange(n) for n in (9, 24, 7)])"}
 HEAD = '''"""{title}: {stack} against plain transformers.
-{said}
-Run: {run}"""
+Run: {run}. {said}"""
 import os, subprocess, sys
 if "RANK" not in os.environ and sys.argv[1:] != ["plain"]:
     for command in ([__file__, "plain"], ["-m", "torch.distributed.run", "--nproc-per-node=2", __file__]):
-        print(*command, flush=True)
         subprocess.run([sys.executable, *command], check=True)
     sys.exit()
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
-plain = sys.argv[1:] == ["plain"]
-torch.manual_seed(0)
+plain, _ = sys.argv[1:] == ["plain"], torch.manual_seed(0)
 config = AutoConfig.for_model({kind!r}, **{fields})
 model = AutoModelForCausalLM.from_config(config, attn_implementation={attention!r}, dtype=torch.{dtype})
 for p in model.parameters(): p.data += 0.1 * torch.randn_like(p)
-ids = torch.randint(3, 96, ({count}, 40))
-labels, positions = ids.clone(), {positions}
+ids, positions = torch.randint(3, 96, ({count}, 40)), {positions}
+labels = ids.clone()
 {labels}'''
 SP = """from accelerate import ParallelismConfig
 from accelerate.state import DistributedType, PartialState
 from accelerate.utils import DeepSpeedSequenceParallelConfig
 zero = {{"zero_optimization": {{"stage": 2}}, "zero_allow_untested_optimizer": True, "gradient_clipping": "auto",
         "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": "auto"}}
-handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation={attention!r})
-sp = ParallelismConfig(sp_backend="deepspeed", sp_size=2, sp_handler=handler)
+sp = ParallelismConfig(sp_backend="deepspeed", sp_size=2, sp_handler=DeepSpeedSequenceParallelConfig(
+    sp_seq_length_is_variable=True, sp_attn_implementation={attention!r}))
 more = {{"use_cpu": True}} if plain else {{"deepspeed": zero, "parallelism_config": sp}}
 if not plain:  # on CPUs only: gloo, and no operator is compiled
     os.environ.update(ACCELERATE_TORCH_DEVICE="cpu", DS_ACCELERATOR="cpu")
@@ -57,22 +54,18 @@ TRAIN = """rows = [{{"input_ids": x, "labels": y, "position_ids": positions}} fo
 args = TrainingArguments(
     "out", per_device_train_batch_size=1, max_steps=3, logging_steps=1, learning_rate=2e-3, max_grad_norm={clip},
     gradient_accumulation_steps={accumulation}, report_to=[], save_strategy="no", disable_tqdm=True, bf16=False,
-    **{arguments}, **more)
+    **more{arguments})
 collate = lambda s: {{n: torch.stack([x[n] for x in s]) for n in s[0]}}
 trainer = Trainer(model, args, train_dataset=rows, data_collator=collate)
 trainer.train()
 if os.environ.get("RANK", "0") == "0":
     for line in trainer.state.log_history[:3]: print({{n: line[n] for n in ("loss", "grad_norm")}})
 """
-LOOP = """plain_loss = lambda i: model(input_ids=ids[i][None], position_ids=positions[None], labels=labels[i][None],
-    num_items_in_batch=(labels[:{accumulation}, 1:] != -100).sum()).loss
-if plain:
-    loss = sum(plain_loss(i) for i in range({accumulation})) * {scale}
+LOOP = """if plain:
+    loss = sum(model(input_ids=ids[i][None], position_ids=positions[None], labels=labels[i][None], num_items_in_batch=(
+        labels[:{accumulation}, 1:] != -100).sum()).loss for i in range({accumulation})) * {scale}
     loss.backward()
-    grads = [p.grad.norm() for p in model.parameters() if p.grad is not None]
-    print("loss", float(loss), "norm of the gradients", float(torch.stack(grads).norm()))
-    sys.exit()
-os.environ["DS_ACCELERATOR"] = "cpu"
+    sys.exit(print("loss", float(loss), "norm", float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9))))
 import deepspeed, deepspeed.comm.torch, torch.distributed.nn.functional as F
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # on CPUs only: nothing is compiled
@@ -80,9 +73,9 @@ deepspeed.init_distributed(dist_backend="gloo")
 mpu = UlyssesSPAttentionHF.register_with_transformers(model, {attention!r}, 2, 1, seq_length_is_variable=True)
 zero = {{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": {accumulation},
         "zero_optimization": {{"stage": 2}}, "zero_allow_untested_optimizer": True}}
-sgd = torch.optim.SGD(model.parameters(), 1e-3)
-engine, *_ = deepspeed.initialize(model=model, optimizer=sgd, mpu=mpu, config=zero)
-group, mine = mpu.get_sequence_parallel_group(), slice(20 * int(os.environ["RANK"]), 20 * int(os.environ["RANK"]) + 20)
+engine, *_ = deepspeed.initialize(
+    model=model, optimizer=torch.optim.AdamW(model.parameters()), mpu=mpu, config=zero)
+group, mine = mpu.get_sequence_parallel_group(), slice(20 * engine.global_rank, 20 * engine.global_rank + 20)
 for i in range({accumulation}):
     logits = engine(input_ids=ids[i][None, mine], position_ids=positions[None, mine], use_cache=False).logits
     y = torch.nn.functional.pad(labels[i][None], (0, 1), value=-100)[:, 1:][:, mine].contiguous()
@@ -91,7 +84,7 @@ for i in range({accumulation}):
     loss = sum(l * n for l, n in zip(losses, good) if n > 0) / max(sum(good), 1) * {scale}
     engine.backward(loss)
     engine.step()
-print("loss", float(loss), "norm of the gradients", float(engine.get_global_grad_norm()))
+print("loss", float(loss), "norm", float(engine.get_global_grad_norm()))
 """
 TEMPLATES = {"accelerate-sp": SP + TRAIN, "accelerate-cp": CP + TRAIN, "deepspeed": LOOP}
 RUN = {"accelerate-cp": "python FILE, on two GPUs (on CPUs PyTorch's ring has no attention operators)"}
@@ -103,15 +96,16 @@ def file_of(stack: str, case: str) -> str:
 
 def script(stack: str, case: Case, said: str) -> str:
     """The reproducer's text."""
-    fields = {**WIDTHS, **MODELS[case.model]}
+    left_out = ("max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id")
+    fields = {n: v for n, v in {**WIDTHS, **MODELS[case.model]}.items() if n not in left_out}
     kind = fields.pop("model_type", case.model)
     text = HEAD + TEMPLATES[stack]
     return text.format(
         title=case.title, stack=stack, said=said, run=RUN.get(stack, "python FILE"), kind=kind, fields=fields,
-        attention="eager" if case.model in ("gpt_oss", "gemma2") else "sdpa", dtype=case.dtype,
+        attention="eager" if case.model in EAGER else "sdpa", dtype=case.dtype,
         count=3 * case.accumulation, positions=POSITIONS.get(case.data, "torch.arange(40)"),
-        labels=DATA[case.data].rstrip("\n"), clip=case.clip or 1e9, accumulation=case.accumulation,
-        arguments=dict(case.arguments), scale=case.scale,
+        labels=DATA[case.data], clip=case.clip or 1e9, accumulation=case.accumulation,
+        arguments="".join(f", {n}={v!r}" for n, v in case.arguments.items()), scale=case.scale,
     )  # fmt: skip
 
 

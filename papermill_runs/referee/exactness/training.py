@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from alstlib.measure.small import build
 from alstlib.measure.verify import in_full
 
-from .cases import DATA, IGNORE, MODELS, WIDTHS, Case, even
+from .cases import DATA, EAGER, IGNORE, MODELS, WIDTHS, Case, even
 
 LEARNING_RATE, EPSILON = 2e-3, 1e-6
 """AdamW's own epsilon is smaller: rounding of gradients near zero would decide what the weights become."""
@@ -44,11 +44,12 @@ class UnderTrainer:
 
 def model_of(case: Case) -> Any:
     """The case's model, whose every gradient counts."""
-    fields = {**WIDTHS, **MODELS[case.model]}
-    kind = fields.pop("model_type", case.model.replace(" ", "_"))
-    config = AutoConfig.for_model(kind, **fields)
+    config = case.config
+    if config is None:
+        fields = {**WIDTHS, **MODELS[case.model]}
+        config = AutoConfig.for_model(fields.pop("model_type", case.model), **fields)
     model: Any = build(config, getattr(torch, case.dtype))
-    model.set_attn_implementation("eager" if case.model in ("gpt_oss", "gemma2") else "sdpa")
+    model.set_attn_implementation("eager" if case.model in EAGER else "sdpa")
     if case.lora:
         from peft import LoraConfig, get_peft_model
 

@@ -14,7 +14,8 @@ A stack with a loop of its own has these methods. Batches are whole samples of [
 A stack under a Trainer has `trainer(ranks, case)` in their place. It returns a `training.UnderTrainer`.
 
 Nothing but the standard library is imported at the top of a file, so that the table can list a stack that is not
-installed. `environment`, where a stack has it, names variables that its processes need.
+installed. A stack may also have `environment()`, variables that its processes need (`REFEREE_PATH`: a folder of
+packages beside the environment), and `ranks`, where its number is not 2.
 """
 
 import importlib

@@ -26,7 +26,9 @@ class Stack:
         from accelerate import ParallelismConfig
         from accelerate.utils import DeepSpeedSequenceParallelConfig
 
-        attention = "eager" if case.model in ("gpt_oss", "gemma2") else "sdpa"
+        from ..cases import EAGER
+
+        attention = "eager" if case.model in EAGER else "sdpa"
         handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation=attention)
         return {"parallelism_config": ParallelismConfig(sp_backend="deepspeed", sp_size=ranks, sp_handler=handler)}
 

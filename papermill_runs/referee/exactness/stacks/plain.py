@@ -10,7 +10,7 @@ IGNORE = -100
 
 class Stack:
     sources: tuple[str, ...] = ()
-    requires = ("torch", "transformers", "accelerate")
+    requires: tuple[str, ...] = ("torch", "transformers", "accelerate")
     note = ""
 
     def prepare(self, model: Any, ranks: int, case: Any) -> None:
