@@ -105,7 +105,6 @@ def cell_of(processes: Processes, name: str, case: Case, plain: dict[Any, Any]) 
 
 OF_A_MODEL = ("even", "prompts", "accumulation", "packed")
 """Cases that `--model` judges."""
-STATUS = {"exact": 0, "wrong": 1, "does not run": 1, "refused": 2}
 
 
 def model_cases(name: str) -> list[Case]:
@@ -129,7 +128,8 @@ def of_a_model(name: str, stack: str, as_json: bool) -> int:
             print(f"{case.title}: {page.said(cells[case.title])}", flush=True)
     if as_json:
         print(json.dumps({"model": name, "stack": stack, "cells": cells}, indent=2))
-    return max(STATUS.get(cell["result"], 0) for cell in cells.values())
+    results = {cell["result"] for cell in cells.values()}
+    return 1 if results & {"wrong", "does not run"} else 2 if "refused" in results else 0
 
 
 def main() -> None:
@@ -142,7 +142,11 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="judge anew what was judged with the same versions")
     args = parser.parse_args()
     if args.model:
-        sys.exit(of_a_model(args.model, (args.stack or ["ours"])[0], args.json))
+        name = (args.stack or ["ours"])[0]
+        if not ready(name):
+            environment = {**os.environ, **stacks.load(name).environment()}
+            sys.exit(subprocess.call([sys.executable, *sys.argv], env=environment))
+        sys.exit(of_a_model(args.model, name, args.json))
     chosen, names = args.stack or stacks.known(), args.case or [*CASES]
     processes, plain = Processes(), dict[Any, Any]()
     for name in [name for name in chosen if not ready(name)]:  # its variables must be there before Python starts

@@ -31,8 +31,10 @@ def errors(got: Found, want: Found) -> dict[str, float]:
             found[title] = found[title] if len(mine) == len(theirs) else math.inf
     if want["gradients"]:
         found["gradient"] = max(gradient_errors(got, want).values())
-    for_all = [torch.cat([one["weights"][n].double().flatten() for n in want["weights"]]) for one in (got, want)]
-    found["weights"] = float((for_all[0] - for_all[1]).norm() / for_all[1].norm())
+    found["weights"] = math.inf
+    if want["weights"].keys() <= got["weights"].keys():
+        mine, theirs = (torch.cat([x["weights"][n].double().flatten() for n in want["weights"]]) for x in (got, want))
+        found["weights"] = float((mine - theirs).norm() / theirs.norm())
     return {name: math.inf if math.isnan(error) else error for name, error in found.items()}
 
 
@@ -102,7 +104,9 @@ def first(ranks: Sequence[Found], want: Found) -> dict[str, str]:
     return {"first": "no module: how gradients are summed over ranks or batches, or what is reported"}
 
 
-def _error(got: Tensor, want: Tensor) -> float:
+def _error(got: Tensor | None, want: Tensor) -> float:
+    if got is None or got.shape != want.shape:
+        return math.inf
     error = float((got.double() - want.double()).norm() / want.double().norm().clamp_min(1e-30))
     return math.inf if math.isnan(error) else error
 

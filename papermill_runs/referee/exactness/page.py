@@ -1,4 +1,4 @@
-"""The pages of the referee's result: result.json, referee.md and referee.html, and a reproducer for each wrong cell."""
+"""The pages of the referee's result: cells.json, referee.md and referee.html, and a reproducer for each wrong cell."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ FAIR = """## What we could have set up wrongly
 
 def read(folder: Path) -> Result:
     """What was judged before; nothing at first."""
-    path = folder / "result.json"
+    path = folder / "cells.json"
     return json.loads(path.read_text()) if path.exists() else {"cells": {}}
 
 
@@ -84,7 +84,7 @@ def write(folder: Path, result: Result) -> None:
         n: {c: result["cells"][n][c] for c in CASES if c in result["cells"][n]} for n in names if n in result["cells"]
     }
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "result.json").write_text(json.dumps({"cells": cells}, indent=1) + "\n")
+    (folder / "cells.json").write_text(json.dumps({"cells": cells}, indent=1) + "\n")
     (folder / "referee.md").write_text(markdown(cells))
     (folder / "referee.html").write_text(page(cells))
     reproduce.write(folder / "reproducers", cells)

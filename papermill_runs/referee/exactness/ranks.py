@@ -107,7 +107,7 @@ class Processes:
         if errors:
             told = [error.read_text().partition("\n")[::2] for error in errors]
             kind, reason = min(told, key=lambda one: one[0] != "refused")
-            return {"result": kind, "reason": " ".join(reason.split())[:300]}
+            return {"result": kind, "reason": " ".join(reason.split())[:300].strip()}
         if late:
             return {"result": "does not run", "reason": f"hangs: ranks {late} gave no answer in {self.seconds:g} s"}
         if len(list(out.glob("found.*"))) < ranks:

@@ -11,7 +11,10 @@ class Stack:
         "https://huggingface.co/docs/accelerate/en/concept_guides/sequence_parallelism",
     )
     requires: tuple[str, ...] = ("torch", "transformers", "accelerate", "deepspeed")
-    note = "the collator gives the positions that the adapter asks for, and pads to a multiple of the ranks"
+    note = (
+        "the collator gives the positions that the adapter asks for, and pads to a multiple of the ranks; the adapter "
+        "gathers samples of unequal lengths, which gloo refuses and NCCL may not"
+    )
 
     def trainer(self, ranks: int, case: Any) -> Any:
         from alstlib.train import operators

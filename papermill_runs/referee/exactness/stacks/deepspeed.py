@@ -12,8 +12,8 @@ class Stack:
     requires = ("torch", "transformers", "deepspeed")
     note = (
         "the tutorial's loop: the mean over a micro-batch's labels, and DeepSpeed's mean over micro-batches; samples "
-        "get the positions that it asks for, and one token more where ranks do not divide them; the router's loss is "
-        "not in its loop"
+        "get the positions that it asks for, and one token more where ranks do not divide them; its adapter gathers "
+        "samples of unequal lengths, which gloo refuses and NCCL may not; the router's loss is not in its loop"
     )
 
     def prepare(self, model: Any, ranks: int, case: Any) -> None:
