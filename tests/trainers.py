@@ -1,4 +1,5 @@
-"""Small runs of Hugging Face's Trainer and TRL's SFTTrainer: plain, and with TrainerMixin, on the same data."""
+"""Small runs of Hugging Face's Trainer and TRL's SFTTrainer: plain, with TrainerMixin, and with the libraries' own
+sequence parallelism, on the same data."""
 
 import contextlib
 import functools
@@ -45,6 +46,13 @@ def collate(batch, to=None):
     rows = [{**sample, "attention_mask": [1] * len(sample["input_ids"])} for sample in batch]
     longest = to or max(len(row["input_ids"]) for row in rows)
     return {n: torch.tensor([r[n] + [fill] * (longest - len(r[n])) for r in rows]) for n, fill in FILLS.items()}
+
+
+def with_positions(batch, to=40):
+    """For the libraries' own, which need positions, and an even number of tokens for two ranks."""
+    longest = to or max(len(sample["input_ids"]) for sample in batch)
+    made = collate(batch, to=longest + longest % 2)
+    return {**made, "position_ids": torch.arange(longest + longest % 2).expand(len(batch), -1).contiguous()}
 
 
 @contextlib.contextmanager
@@ -113,7 +121,7 @@ def train(
     Args:
         loss: the `compute_loss` of the Trainer's class, one of OVERRIDES; None: its own.
         kind: as `make_model` takes it, a config, or what makes the model.
-        how: `plain`, or `ours` (TrainerMixin).
+        how: `plain`, `ours` (TrainerMixin), or `library` (Accelerate's parallelism_config, DeepSpeed's Ulysses).
     """
     with accelerate_here(engine), tempfile.TemporaryDirectory() as scratch:
         from transformers import TrainingArguments
@@ -123,11 +131,19 @@ def train(
             model = model.to(dtype or (torch.float64 if engine == "ddp" else torch.float32))
         model = adapted(model, targets) if lora else model
         own = spread(world, sp, options) if how == "ours" else {}
+        if how == "library":
+            from accelerate import ParallelismConfig
+            from accelerate.utils import DeepSpeedSequenceParallelConfig
+
+            handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
+            settings["parallelism_config"] = ParallelismConfig(
+                sp_backend="deepspeed", sp_size=world, sp_handler=handler
+            )
         args = TrainingArguments(**{**SETTINGS, **engine_settings(engine), "output_dir": folder or scratch, **settings})
         trainer = trainer_class(how, loss)(
             model=model, args=args, train_dataset=samples(count) if data is None else data,
             eval_dataset=samples(7, seed=8) if evaluate else None,
-            data_collator=collator or collate, **own, **(extra or {}),
+            data_collator=collator or (with_positions if how == "library" else collate), **own, **(extra or {}),
         )  # fmt: skip
         trainer.train(resume_from_checkpoint=resume)
         return outcome(trainer, how)

@@ -124,8 +124,6 @@ def _link(stack: str, case: str, cell: dict[str, Any]) -> str:
 
 
 TABLES = {
-    "notebooks/training.md": ("trainer", tuple(CASES), {"ours-trainer": "TrainerMixin",
-                              "accelerate-sp": "Accelerate, sp", "accelerate-cp": "Accelerate, cp"}),
     "README.md": ("referee", ("even", "uneven", "accumulation", "packed", "window"),
                   {"ours-trainer": "TrainerMixin", "accelerate-sp": "Accelerate's sequence parallelism"}),
 }  # fmt: skip
