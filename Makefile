@@ -1,6 +1,6 @@
 # Each target sets up .venv first (env/install.sh; nothing to do when it matches its lock).
 .DEFAULT_GOAL := help
-.PHONY: help setup ablation ablation-full parity lab lessons check-lessons screenshots site site-tools liger test test-all test-elsewhere test-faults test-slurm test-compat mutations sweep resolve release lint clean
+.PHONY: help setup ablation ablation-full parity lab lessons check-lessons screenshots site site-tools liger test test-all test-elsewhere test-faults test-slurm test-compat mutations sweep referee resolve release lint clean
 BIN := .venv/bin
 export TOKENIZERS_PARALLELISM := false
 ARGS ?=
@@ -85,6 +85,11 @@ test-compat: setup ## every supported decoder with the newest and the oldest tra
 # stopped goes on with what is not judged yet.
 sweep: setup ## every causal language model of transformers against plain transformers, newest and oldest; the table of them
 	env/compat.sh sweep $(ARGS)
+
+# About half an hour on two cores for everything; it goes on with what is not judged yet. ARGS='--stack NAME --case CASE'
+# judges one cell, and `--again` anew. `make liger` adds Liger.
+referee: setup ## every stack's sequence parallelism against plain transformers: the table, the pages, the reproducers
+	$(BIN)/python papermill_runs/referee/referee.py $(ARGS)
 
 resolve: setup ## ask pip's index for every version that env/README.md and the files for conda name
 	env/resolve.sh

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 from cases import lines_of
+from exactness import page as referee_page
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -354,6 +355,20 @@ def test_readme_shows_the_committed_ablation():
 @pytest.mark.parametrize("name", ["support_table", "trainer_table"])
 def test_a_table_of_the_page_on_training_is_what_was_measured(name):
     assert importlib.import_module(name).table() in text_of("notebooks/training.md")
+
+
+@pytest.mark.parametrize("path", referee_page.TABLES)
+def test_a_table_of_stacks_is_what_the_referee_found(path):
+    result = referee_page.read(ROOT / "papermill_runs/results/referee")
+    mark = referee_page.TABLES[path][0]
+    assert f"<!-- {mark} -->\n{referee_page.table_of(path, result)}<!-- /{mark} -->" in text_of(path)
+
+
+def test_the_referees_pages_are_of_its_result():
+    folder = ROOT / "papermill_runs/results/referee"
+    cells = referee_page.read(folder)["cells"]
+    assert (folder / "referee.md").read_text() == referee_page.markdown(cells)
+    assert (folder / "referee.html").read_text() == referee_page.page(cells)
 
 
 def test_the_licence_the_citation_and_the_package_agree():

@@ -6,8 +6,11 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from alstlib.hf.configs import check_model
 from alstlib.planner.command import fields_of
@@ -34,8 +37,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for flag, example in {"--set": "alstlib.Options, such as chunk=16K", "--config": "the model's config"}.items():
         text = f"set a field of {example}; may be given several times"
         add(flag, action="append", default=[], metavar="FIELD=VALUE", help=text)
+    add("--stack", help=f"check another stack's sequence parallelism: {', '.join(_stacks())}")
     add("--trust-remote-code", action="store_true", help="run the code that comes with the model")
     add("--json", action="store_true", help="print JSON, for programs")
+
+
+REFEREE = Path(__file__).resolve().parents[2] / "papermill_runs/referee/referee.py"
+"""The referee of the repository, which an installed package may lack."""
+
+
+def _stacks() -> list[str]:
+    files = (REFEREE.parent / "exactness/stacks").glob("[a-z]*.py")
+    return sorted(path.stem.replace("_", "-") for path in files if not path.stem.startswith("plain"))
 
 
 WORKER = "alstlib.measure.verify"
@@ -48,6 +61,28 @@ def on_rank(worker: str, question: Json) -> Json:
     return importlib.import_module(worker).verify(question)
 
 
+def judge_stack(args: argparse.Namespace) -> int:
+    """The same check of another stack, by the referee of the repository.
+
+    Raises:
+        ValueError: the package was installed without the repository, or an option is given that is for our own stack.
+    """
+    ours = {
+        "--set": args.set,
+        "--block": args.block,
+        "--config": args.config,
+        "--trust-remote-code": args.trust_remote_code,
+    }
+    if given := [name for name, value in ours.items() if value] + (["--sp"] if args.sp != 2 else []):
+        raise ValueError(f"--stack judges a stack as its documentation sets it up, on 2 ranks: leave out {given[0]}")
+    if not REFEREE.is_file():
+        raise ValueError("--stack needs papermill_runs/referee/ of the repository, which is not beside this package")
+    if args.stack not in _stacks():
+        raise ValueError(f"there is no stack '{args.stack}': {', '.join(_stacks())}")
+    flags = ["--json"] if args.json else []
+    return subprocess.call([sys.executable, str(REFEREE), "--model", args.model, "--stack", args.stack, *flags])
+
+
 def verify(args: argparse.Namespace) -> int:
     """The command; its exit status is EXIT's."""
     options = {**({"block": args.block} if args.block else {}), **fields_of(args.set, "--set")}
@@ -56,6 +91,8 @@ def verify(args: argparse.Namespace) -> int:
         "trust_remote_code": args.trust_remote_code,
     }  # fmt: skip
     check_model(args.model)
+    if args.stack:
+        return judge_stack(args)
     if not args.json:
         ranks = f"{args.sp} CPU ranks"
         print(f"{args.model}: a step of a small model on {ranks} is compared with plain transformers", flush=True)

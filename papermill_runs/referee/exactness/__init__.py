@@ -1,0 +1,5 @@
+"""The referee: whether a stack's sequence parallelism trains as plain transformers does in one process.
+
+`cases.py` has the table of cases, `stacks/` one file for each stack, `training.py` what a rank does, `ranks.py` the
+processes, `judge.py` the verdict and the module that differs first, `page.py` the pages and the reproducers.
+"""

@@ -1,0 +1,88 @@
+"""The referee: what it finds in stacks with known mistakes, and in those that are installed."""
+
+import subprocess
+from pathlib import Path
+
+import mistakes
+import pytest
+import referee
+from exactness import reproduce, stacks
+from exactness.cases import CASES
+from exactness.judge import verdict
+from exactness.ranks import Processes
+
+from alstlib.runs import verify as command
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """What plain transformers found, once for each case."""
+    return {}
+
+
+@pytest.mark.parametrize("name", mistakes.KINDS)
+def test_a_mistake_is_found_in_its_module(name, plain):
+    case = CASES["window"]
+    want = referee.reference(Processes(), case, False, plain)
+    found = Processes(mistakes.__name__).run(name, case, 2)
+    assert isinstance(found, list), found
+    judged = verdict(found, want)
+    assert (judged["result"], judged.get("first")) == ("wrong", mistakes.KINDS[name][1]), judged
+
+
+EXPECTED = {
+    ("ours", "uneven"): "exact", ("ours", "no labels"): "exact", ("ours-trainer", "packed"): "exact",
+    ("accelerate-sp", "packed"): "wrong", ("accelerate-cp", "even"): "exact", ("accelerate-cp", "window"): "refused",
+}  # fmt: skip
+"""Some cells of the table, with the versions of the lock."""
+
+
+@pytest.mark.parametrize("stack, case", EXPECTED)
+def test_a_cell(stack, case, plain):
+    cell = referee.cell_of(Processes(), stack, CASES[case], plain)
+    assert cell["result"] == EXPECTED[stack, case], cell
+
+
+@pytest.mark.parametrize("stack", stacks.known())
+def test_a_stack_says_what_it_follows(stack):
+    made = stacks.load(stack)
+    assert made.sources
+    assert "torch" in made.requires
+    assert hasattr(made, "trainer") or all(hasattr(made, n) for n in ("prepare", "step", "gradients", "update"))
+    lines = Path(stacks.__file__).with_name(f"{stack.replace('-', '_')}.py").read_text().splitlines()
+    assert len(lines) <= 100
+
+
+@pytest.mark.parametrize("stack", reproduce.TEMPLATES)
+@pytest.mark.parametrize("case", CASES)
+def test_a_reproducer_is_short_and_needs_only_its_stack(stack, case):
+    if not reproduce.writable(stack, CASES[case], {"result": "wrong"}):
+        pytest.skip("the templates cannot say it")
+    text = reproduce.script(stack, CASES[case], "wrong")
+    compile(text, case, "exec")
+    assert len(text.splitlines()) <= 40
+    assert "alstlib" not in text
+    assert "exactness" not in text
+
+
+def test_of_a_model(capsys):
+    """As `alst verify tiny --stack ours` asks."""
+    assert referee.of_a_model("tiny", "ours", as_json=False) == 0
+    assert capsys.readouterr().out.count(": exact") == len(referee.OF_A_MODEL)
+
+
+@pytest.mark.parametrize("line, said", [
+    ("verify tiny --stack nobody", "there is no stack 'nobody'"),
+    ("verify tiny --stack deepspeed --sp 4", "leave out --sp"),
+    ("verify tiny --stack deepspeed --set chunk=16K", "leave out --set"),
+])  # fmt: skip
+def test_what_the_command_refuses(alst, nothing_starts, line, said):
+    assert said in alst(line, 2)
+
+
+def test_the_command_starts_the_referee(alst, monkeypatch):
+    started = []
+    monkeypatch.setattr(subprocess, "call", lambda line: started.append(line) or 1)
+    alst("verify tiny --stack accelerate-sp --json", 1)
+    assert started[0][1:] == [str(command.REFEREE), "--model", "tiny", "--stack", "accelerate-sp", "--json"]
+    assert set(command._stacks()) == set(stacks.known())
