@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 REFEREE = Path(__file__).resolve().parents[2] / "papermill_runs/referee/referee.py"
-"""The referee of the repository, which an installed package may lack."""
+"""The referee, which lies beside the package: in a clone and in a wheel."""
 
 
 def _stacks() -> list[str]:
@@ -62,10 +62,10 @@ def on_rank(worker: str, question: Json) -> Json:
 
 
 def judge_stack(args: argparse.Namespace) -> int:
-    """The same check of another stack, by the referee of the repository.
+    """The same check of another stack, by the referee.
 
     Raises:
-        ValueError: the package was installed without the repository, or an option is given that is for our own stack.
+        ValueError: there is no such stack, or an option is given that is for our own.
     """
     ours = {
         "--set": args.set,

@@ -1,15 +1,18 @@
 """The referee: what it finds in stacks with known mistakes, and in those that are installed."""
 
 import subprocess
+import tomllib
 from pathlib import Path
 
 import mistakes
 import pytest
 import referee
+from cases import ROOT
 from exactness import reproduce, stacks
 from exactness.cases import CASES
 from exactness.judge import verdict
 from exactness.ranks import Processes
+from setuptools import find_namespace_packages
 
 from alstlib.runs import verify as command
 
@@ -86,3 +89,10 @@ def test_the_command_starts_the_referee(alst, monkeypatch):
     alst("verify tiny --stack accelerate-sp --json", 1)
     assert started[0][1:] == [str(command.REFEREE), "--model", "tiny", "--stack", "accelerate-sp", "--json"]
     assert set(command._stacks()) == set(stacks.known())
+
+
+def test_the_wheel_holds_the_stacks():
+    """Where the command looks for them: beside the package."""
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]
+    assert f"papermill_runs.referee.{stacks.__name__}" in find_namespace_packages(str(ROOT), **packages)
+    assert command.REFEREE == ROOT / "papermill_runs" / "referee" / "referee.py"
