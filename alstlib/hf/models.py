@@ -17,6 +17,7 @@ from alstlib.config import RunConfig
 from alstlib.hf.configs import check_model, overridden
 from alstlib.hf.public_models import PUBLIC, SHAPES
 from alstlib.hf.support import heads_of
+from alstlib.kernels.int32 import guard_liger
 from alstlib.options import check_names
 
 
@@ -162,3 +163,4 @@ def liger_kernels(model: PreTrainedModel) -> None:
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
     _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
+    guard_liger(model)

@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from alstlib.kernels.int32 import below_int32
 from alstlib.linear.by_heads import by_heads
 from alstlib.linear.convolution import causal_convolution
 from alstlib.linear.pass_state import pass_state
@@ -114,7 +115,7 @@ class Adapter:
         own = plain_forward(mixer)
         ours: dict[str, Any] = {CONVOLUTION: _convolution, cls.recurrence: cls.mix, **dict.fromkeys(FUSED, _none)}
         names = {
-            name: functools.partial(function, part(name), own.__globals__[name])
+            name: functools.partial(function, part(name), below_int32(own.__globals__[name]))
             for name, function in ours.items()
             if name in own.__globals__
         }
