@@ -66,7 +66,7 @@ def _norm(kernel: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Kernel:
+class Int32Kernel:
     """Functions of a package whose kernels count with 32 bits."""
 
     package: str
@@ -81,34 +81,34 @@ class Kernel:
     tokens: int = 1
     """The axis of its first tensor that holds the tokens."""
     most: Callable[..., int] = spanned
-    """Of a call's arguments: the largest of the products."""
+    """The largest of the products, by the arguments of a call."""
     split: Callable[..., Any] | None = None
     """(kernel, its arguments) -> what the kernel gives, by calls that are small enough; None: refused."""
 
 
 KERNELS = {
     "causal_conv1d": (
-        Kernel("causal-conv1d", ("causal_conv1d_fn",), "B S C by strides", "1.6.1", tokens=2, split=_convolve),
+        Int32Kernel("causal-conv1d", ("causal_conv1d_fn",), "B S C by strides", "1.6.1", tokens=2, split=_convolve),
     ),
     "mamba_ssm": (
-        Kernel(
+        Int32Kernel(
             "mamba-ssm", ("mamba_chunk_scan_combined",),
             "B S H V by strides; states B (S / chunk) H V K; squares B S groups chunk", "2.3.2.post1", most=_of_mamba2,
         ),
-        Kernel("mamba-ssm", ("selective_scan_fn",), "B S C by strides", "2.3.2.post1", "2.3.2", tokens=2),
+        Int32Kernel("mamba-ssm", ("selective_scan_fn",), "B S C by strides", "2.3.2.post1", "2.3.2", tokens=2),
     ),
     "fla": (
-        Kernel(
+        Int32Kernel(
             "fla-core", ("chunk_gated_delta_rule", "chunk_kda"), "B S (value heads) max(K, V)", "0.4.2, 0.5.1, 0.6.0",
             "0.6.0", most=_of_delta_rule,
         ),
     ),
     "liger_kernel": (
-        Kernel(
+        Int32Kernel(
             "liger-kernel", ("LigerRMSNorm", "LigerLayerNorm"), "rows C", "0.6.0, 0.6.4, 0.7.0, 0.8.3, 0.8.4, 0.8.5",
             "0.8.4", split=_norm,
         ),
-        Kernel(
+        Int32Kernel(
             "liger-kernel",
             ("liger_rotary_pos_emb", "liger_multimodal_rotary_pos_emb", "liger_llama4_text_rotary_pos_emb"),
             "B S H K", "0.6.0, 0.6.4, 0.7.0, 0.8.3, 0.8.4, 0.8.5", "0.8.4", tokens=2,
@@ -159,7 +159,7 @@ def guard_liger(model: nn.Module) -> None:
     space.update({name: below_int32(value) for name, value in space.items() if inspect.isfunction(value)})
 
 
-def _known(function: Any) -> Kernel | None:
+def _known(function: Any) -> Int32Kernel | None:
     """The kernel's entry, where its package's version counts with 32 bits."""
     module = str(getattr(function, "__module__", None)).partition(".")[0]
     name = getattr(function, "__qualname__", "").partition(".")[0]

@@ -83,7 +83,7 @@ def test_a_cut_convolution_is_the_whole_one(monkeypatch, channels_last, elements
 
 def recurrence(name, tokens):
     """Arguments of a kernel, of one whole sample."""
-    if name == "mamba_chunk_scan_combined":  # 61K tokens of 16 heads: the states are what is large
+    if name == "mamba_chunk_scan_combined":  # its states are what is large
         x, groups = fake(1, tokens, 256, 64), fake(1, tokens, 8, 128)
         return (x, fake(1, tokens, 256), fake(256), groups, groups), {"chunk_size": 128}
     if name == "selective_scan_fn":
