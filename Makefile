@@ -41,7 +41,7 @@ check-lessons: setup ## run all lessons anew and compare them with what is store
 
 # Needs Chromium (Debian: apt-get install chromium). It runs the landing notebook and lesson 12, in about two minutes.
 screenshots: setup ## take the pictures of the README and of notebooks/runs.md anew, in a browser
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python tests/test_lab.py
+	PYTHONPATH=papermill_runs/referee OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python tests/test_lab.py
 
 # What Sphinx needs besides the lock is pinned apart; pip asks no index when all of it is there.
 site-tools: setup ## install what `make site` needs into .venv
