@@ -176,7 +176,7 @@ def _loop(stack: Any, model: Any, watch: Watch, case: Case, ranks: int) -> dict[
 def _under_trainer(
     how: UnderTrainer, model: Any, watch: Watch, case: Case, ranks: int, folder: str, resume: bool
 ) -> dict[str, Any]:
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
     arguments: Any = TrainingArguments
     base: Any = Trainer
@@ -205,13 +205,10 @@ def _under_trainer(
     seen: dict[str, Any] = {}
 
     def look() -> None:
+        """Note the first step's gradients, which are not clipped yet."""
         if watch.open:
             watch.open = False
             seen.update({n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None})
-
-    class Look(TrainerCallback):
-        def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-            look()
 
     def scaled(trainer: Any, *args: Any, **kwargs: Any) -> Any:
         out = super(made, trainer).compute_loss(*args, **kwargs)
@@ -222,8 +219,15 @@ def _under_trainer(
     with _looking_at_deepspeed(model, watch, seen, "deepspeed" in how.args):
         trainer = made(
             model=model, args=arguments(**{**settings, **case.arguments, **how.args}), train_dataset=data,
-            eval_dataset=evaluation, data_collator=how.collate or collate, callbacks=[Look()], **own,
+            eval_dataset=evaluation, data_collator=how.collate or collate, **own,
         )  # fmt: skip
+        clip = trainer.accelerator.clip_grad_norm_
+
+        def look_and_clip(*args: Any, **kwargs: Any) -> Any:
+            look()
+            return clip(*args, **kwargs)
+
+        trainer.accelerator.clip_grad_norm_ = look_and_clip
         trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{case.resume}" if resume else None)
     logs = trainer.state.log_history
     found = {name: [line[name] for line in logs if name in line] for name in ("loss", "grad_norm", "eval_loss")}
@@ -234,7 +238,7 @@ def _under_trainer(
 
 
 def _looking_at_deepspeed(model: Any, watch: Watch, seen: dict[str, Any], used: bool) -> Any:
-    """The gradients before DeepSpeed's own step, which the Trainer's callbacks come too late for."""
+    """The gradients before DeepSpeed's own step, which runs in backward: the Trainer's clipping comes too late."""
     import contextlib
 
     if not used:
