@@ -42,7 +42,9 @@ FAIR = """## What we could have set up wrongly
   stack is in `papermill_runs/referee/exactness/stacks/`, of at most a hundred lines.
 - All runs are on CPUs with gloo. Accelerate is told of several devices, because it knows neither DeepSpeed nor FSDP on
   CPUs. Attention is PyTorch's (`sdpa`), and `eager` for sinks and soft caps. A stack may be exact with FlashAttention
-  on GPUs where it is wrong here, above all for packed documents and windows.
+  on GPUs where it is wrong here, above all for packed documents and windows: transformers' page of Ulysses warns that
+  SDPA may attend across packed samples, and recommends FlashAttention.
+- DeepSpeed's stacks run with ZeRO-3, as its tutorial does. Those that end with `zero2` show what another stage changes.
 - AdamW has an epsilon of 1e-6, because rounding of gradients near zero would decide what the weights become otherwise.
 - Models have two layers and random weights, so that every gradient counts: an error is larger here than in a trained
   model.
@@ -125,7 +127,8 @@ def _link(stack: str, case: str, cell: dict[str, Any]) -> str:
 
 TABLES = {
     "README.md": ("referee", ("even", "uneven", "accumulation", "packed", "window"),
-                  {"ours-trainer": "TrainerMixin", "accelerate-sp": "Accelerate's sequence parallelism"}),
+                  {"ours-trainer": "TrainerMixin", "accelerate-sp": "Accelerate's sequence parallelism",
+                   "accelerate-sp-zero2": "the same with ZeRO-2"}),
 }  # fmt: skip
 """Tables of other pages: the mark around each, its cases, and its columns."""
 

@@ -35,7 +35,7 @@ labels = ids.clone()
 SP = """from accelerate import ParallelismConfig
 from accelerate.state import DistributedType, PartialState
 from accelerate.utils import DeepSpeedSequenceParallelConfig
-zero = {{"zero_optimization": {{"stage": 2}}, "zero_allow_untested_optimizer": True, "gradient_clipping": "auto",
+zero = {{"zero_optimization": {{"stage": {stage}}}, "zero_allow_untested_optimizer": True, "gradient_clipping": "auto",
         "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": "auto"}}
 sp = ParallelismConfig(sp_backend="deepspeed", sp_size=2, sp_handler=DeepSpeedSequenceParallelConfig(
     sp_seq_length_is_variable=True, sp_attn_implementation={attention!r}))
@@ -72,7 +72,7 @@ sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # on CPUs only:
 deepspeed.init_distributed(dist_backend="gloo")
 mpu = UlyssesSPAttentionHF.register_with_transformers(model, {attention!r}, 2, 1, seq_length_is_variable=True)
 zero = {{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": {accumulation},
-        "zero_optimization": {{"stage": 2}}, "zero_allow_untested_optimizer": True}}
+        "zero_optimization": {{"stage": {stage}}}, "zero_allow_untested_optimizer": True}}
 engine, *_ = deepspeed.initialize(
     model=model, optimizer=torch.optim.AdamW(model.parameters()), mpu=mpu, config=zero)
 group, mine = mpu.get_sequence_parallel_group(), slice(20 * engine.global_rank, 20 * engine.global_rank + 20)
@@ -86,7 +86,10 @@ for i in range({accumulation}):
     engine.step()
 print("loss", float(loss), "norm", float(engine.get_global_grad_norm()))
 """
-TEMPLATES = {"accelerate-sp": SP + TRAIN, "accelerate-cp": CP + TRAIN, "deepspeed": LOOP}
+TEMPLATES = {
+    "accelerate-sp": SP + TRAIN, "accelerate-sp-zero2": SP + TRAIN, "accelerate-cp": CP + TRAIN, "deepspeed": LOOP,
+    "deepspeed-zero2": LOOP,
+}  # fmt: skip
 RUN = {"accelerate-cp": "python FILE, on two GPUs (on CPUs PyTorch's ring has no attention operators)"}
 
 
@@ -106,13 +109,14 @@ def script(stack: str, case: Case, said: str) -> str:
         count=3 * case.accumulation, positions=POSITIONS.get(case.data, "torch.arange(40)"),
         labels=DATA[case.data], clip=case.clip or 1e9, accumulation=case.accumulation,
         arguments="".join(f", {n}={v!r}" for n, v in case.arguments.items()), scale=case.scale,
+        stage=2 if stack.endswith("zero2") else 3,
     )  # fmt: skip
 
 
 def writable(stack: str, case: Case, cell: dict[str, Any]) -> bool:
     """Whether the templates can say the case."""
     plain = not (case.lora or case.evaluate or case.resume) and case.data in DATA
-    loop = stack == "deepspeed" or case.scale == 1.0
+    loop = TEMPLATES.get(stack) == LOOP or case.scale == 1.0
     return cell["result"] == "wrong" and stack in TEMPLATES and plain and loop
 
 

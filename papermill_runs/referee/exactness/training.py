@@ -130,7 +130,12 @@ def _flat(t: Tensor) -> Tensor:
 
 
 def whole(t: Tensor) -> Tensor:
-    """All of a tensor that FSDP2 may have spread."""
+    """All of a tensor that FSDP2 or ZeRO-3 may have spread."""
+    if hasattr(t, "ds_id"):
+        from deepspeed.runtime.zero import GatheredParameters
+
+        with GatheredParameters([t]):
+            return t.detach().clone()
     t = t.detach()
     return (t.full_tensor() if hasattr(t, "full_tensor") else t).clone()
 
@@ -273,7 +278,7 @@ def on_cpu_ranks() -> None:
     PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
 
 
-def zero(stage: int = 2) -> dict[str, Any]:
+def zero(stage: int) -> dict[str, Any]:
     """DeepSpeed's config under a Trainer. The second line is for CPUs: nothing is compiled."""
     batch = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
     own = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}

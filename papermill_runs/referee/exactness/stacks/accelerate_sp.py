@@ -1,4 +1,4 @@
-"""Accelerate's sequence parallelism (DeepSpeed's Ulysses) under transformers' Trainer, with ZeRO-2."""
+"""Accelerate's sequence parallelism (DeepSpeed's Ulysses) under transformers' Trainer, with ZeRO-3."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ class Stack:
         "gathers samples of unequal lengths, which gloo refuses and NCCL may not"
     )
 
+    stage = 3
+    """ZeRO's."""
+
     def trainer(self, ranks: int, case: Any) -> Any:
         from alstlib.train import operators
 
@@ -23,7 +26,8 @@ class Stack:
 
         on_cpu_ranks()
         operators.leave_out()
-        return UnderTrainer(args={"deepspeed": zero(), **self.parallel(ranks, case)}, collate=self.collate(ranks))
+        args = {"deepspeed": zero(self.stage), **self.parallel(ranks, case)}
+        return UnderTrainer(args=args, collate=self.collate(ranks))
 
     def parallel(self, ranks: int, case: Any) -> dict[str, Any]:
         from accelerate import ParallelismConfig

@@ -1,4 +1,4 @@
-"""DeepSpeed's Ulysses for transformers (ALST) with ZeRO-2, in the loop of its tutorial."""
+"""DeepSpeed's Ulysses for transformers (ALST) with ZeRO-3, in the loop of its tutorial."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ class Stack:
         "get the positions that it asks for, and one token more where ranks do not divide them; its adapter gathers "
         "samples of unequal lengths, which gloo refuses and NCCL may not; the router's loss is not in its loop"
     )
+
+    stage = 3
+    """ZeRO's, as in the tutorial."""
 
     def prepare(self, model: Any, ranks: int, case: Any) -> None:
         import deepspeed
@@ -34,8 +37,9 @@ class Stack:
         )  # fmt: skip
         config = {
             "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": case.accumulation,
-            "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True, "gradient_clipping": case.clip,
-            "zero_force_ds_cpu_optimizer": False, "bf16": {"enabled": case.dtype == "bfloat16"},
+            "zero_optimization": {"stage": self.stage}, "gradient_clipping": case.clip,
+            "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
+            "bf16": {"enabled": case.dtype == "bfloat16"},
         }  # fmt: skip
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer_of(model), config=config, mpu=mpu)
         self.model, self.case, self.group, self.ranks = model, case, groups._get_sequence_parallel_group(), ranks

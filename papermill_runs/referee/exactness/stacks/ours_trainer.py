@@ -19,4 +19,4 @@ class Stack:
         on_cpu_ranks()
         operators.leave_out()
         own = {"sp": ranks, "alst": alstlib.Options()}
-        return UnderTrainer(args={"deepspeed": zero()}, bases=(alstlib.TrainerMixin,), own=own)
+        return UnderTrainer(args={"deepspeed": zero(2)}, bases=(alstlib.TrainerMixin,), own=own)

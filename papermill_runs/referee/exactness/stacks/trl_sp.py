@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer over Accelerate's sequence parallelism (DeepSpeed's Ulysses), with ZeRO-2."""
+"""TRL's SFTTrainer over Accelerate's sequence parallelism (DeepSpeed's Ulysses), with ZeRO-3."""
 
 from __future__ import annotations
 

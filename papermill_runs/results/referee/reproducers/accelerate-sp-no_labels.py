@@ -1,5 +1,5 @@
 """a micro-batch without labels: accelerate-sp against plain transformers.
-Run: python FILE. wrong by: loss 50.0%, gradient norm 100.0%, weights 0.2%; first: no module: how gradients are summed over ranks or batches, or what is reported"""
+Run: python FILE. wrong by: loss 50.0%, gradient norm 50.0%, gradient 50.0%, weights 0.2%; every gradient is 0.5 times as large; first: no module: how gradients are summed over ranks or batches, or what is reported"""
 import os, subprocess, sys
 if "RANK" not in os.environ and sys.argv[1:] != ["plain"]:
     for command in ([__file__, "plain"], ["-m", "torch.distributed.run", "--nproc-per-node=2", __file__]):
@@ -17,7 +17,7 @@ labels[::3] = -100
 from accelerate import ParallelismConfig
 from accelerate.state import DistributedType, PartialState
 from accelerate.utils import DeepSpeedSequenceParallelConfig
-zero = {"zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True, "gradient_clipping": "auto",
+zero = {"zero_optimization": {"stage": 3}, "zero_allow_untested_optimizer": True, "gradient_clipping": "auto",
         "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": "auto"}
 sp = ParallelismConfig(sp_backend="deepspeed", sp_size=2, sp_handler=DeepSpeedSequenceParallelConfig(
     sp_seq_length_is_variable=True, sp_attn_implementation='sdpa'))

@@ -1,5 +1,5 @@
 """linear and full attention (qwen3_next): deepspeed against plain transformers.
-Run: python FILE. wrong by: loss 0.9%, gradient norm 111.1%, gradient 137.4%, weights 1.7%; first: the input of model.layers.0.linear_attn.out_proj"""
+Run: python FILE. wrong by: loss 0.9%, gradient norm 5.5%, gradient 55.8%, weights 1.7%; first: the input of model.layers.0.linear_attn.out_proj"""
 import os, subprocess, sys
 if "RANK" not in os.environ and sys.argv[1:] != ["plain"]:
     for command in ([__file__, "plain"], ["-m", "torch.distributed.run", "--nproc-per-node=2", __file__]):
@@ -24,7 +24,7 @@ sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # on CPUs only:
 deepspeed.init_distributed(dist_backend="gloo")
 mpu = UlyssesSPAttentionHF.register_with_transformers(model, 'sdpa', 2, 1, seq_length_is_variable=True)
 zero = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1,
-        "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True}
+        "zero_optimization": {"stage": 3}, "zero_allow_untested_optimizer": True}
 engine, *_ = deepspeed.initialize(
     model=model, optimizer=torch.optim.AdamW(model.parameters()), mpu=mpu, config=zero)
 group, mine = mpu.get_sequence_parallel_group(), slice(20 * engine.global_rank, 20 * engine.global_rank + 20)

@@ -1,5 +1,5 @@
 """experts with the loss of their router (mixtral): deepspeed against plain transformers.
-Run: python FILE. wrong by: loss 4.7%, gradient norm 98.4%, gradient 113.2%, weights 0.5%; first: the gradient of the input of model.layers.1.mlp.experts"""
+Run: python FILE. wrong by: loss 4.7%, gradient norm 1.2%, gradient 86.9%, weights 0.5%; first: the gradient of the input of model.layers.1.mlp.experts"""
 import os, subprocess, sys
 if "RANK" not in os.environ and sys.argv[1:] != ["plain"]:
     for command in ([__file__, "plain"], ["-m", "torch.distributed.run", "--nproc-per-node=2", __file__]):
@@ -24,7 +24,7 @@ sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # on CPUs only:
 deepspeed.init_distributed(dist_backend="gloo")
 mpu = UlyssesSPAttentionHF.register_with_transformers(model, 'sdpa', 2, 1, seq_length_is_variable=True)
 zero = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1,
-        "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True}
+        "zero_optimization": {"stage": 3}, "zero_allow_untested_optimizer": True}
 engine, *_ = deepspeed.initialize(
     model=model, optimizer=torch.optim.AdamW(model.parameters()), mpu=mpu, config=zero)
 group, mine = mpu.get_sequence_parallel_group(), slice(20 * engine.global_rank, 20 * engine.global_rank + 20)

@@ -1,4 +1,4 @@
-"""samples of one length, every token with a label: accelerate-sp against plain transformers.
+"""tied embeddings: accelerate-sp-zero2 against plain transformers.
 Run: python FILE. wrong by: gradient norm 100.0%, gradient 100.0%, weights 5e-05; every gradient is 2 times as large; first: no module: how gradients are summed over ranks or batches, or what is reported"""
 import os, subprocess, sys
 if "RANK" not in os.environ and sys.argv[1:] != ["plain"]:
@@ -8,7 +8,7 @@ if "RANK" not in os.environ and sys.argv[1:] != ["plain"]:
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 plain, _ = sys.argv[1:] == ["plain"], torch.manual_seed(0)
-config = AutoConfig.for_model('llama', **{'vocab_size': 96, 'hidden_size': 32, 'intermediate_size': 48, 'num_hidden_layers': 2, 'num_attention_heads': 4, 'num_key_value_heads': 2, 'head_dim': 8, 'tie_word_embeddings': False})
+config = AutoConfig.for_model('llama', **{'vocab_size': 96, 'hidden_size': 32, 'intermediate_size': 48, 'num_hidden_layers': 2, 'num_attention_heads': 4, 'num_key_value_heads': 2, 'head_dim': 8, 'tie_word_embeddings': True})
 model = AutoModelForCausalLM.from_config(config, attn_implementation='sdpa', dtype=torch.float32)
 for p in model.parameters(): p.data += 0.1 * torch.randn_like(p)
 ids, positions = torch.randint(3, 96, (3, 40)), torch.arange(40)

@@ -1,5 +1,5 @@
-"""a sample without labels on one rank: accelerate-sp against plain transformers.
-Run: python FILE. wrong by: gradient norm 100.0%, gradient 100.0%, weights 5e-05; every gradient is 2 times as large; first: no module: how gradients are summed over ranks or batches, or what is reported"""
+"""a micro-batch without labels: accelerate-sp-zero2 against plain transformers.
+Run: python FILE. wrong by: loss 50.0%, gradient norm 100.0%, weights 0.2%; first: no module: how gradients are summed over ranks or batches, or what is reported"""
 import os, subprocess, sys
 if "RANK" not in os.environ and sys.argv[1:] != ["plain"]:
     for command in ([__file__, "plain"], ["-m", "torch.distributed.run", "--nproc-per-node=2", __file__]):
@@ -11,9 +11,9 @@ plain, _ = sys.argv[1:] == ["plain"], torch.manual_seed(0)
 config = AutoConfig.for_model('llama', **{'vocab_size': 96, 'hidden_size': 32, 'intermediate_size': 48, 'num_hidden_layers': 2, 'num_attention_heads': 4, 'num_key_value_heads': 2, 'head_dim': 8, 'tie_word_embeddings': False})
 model = AutoModelForCausalLM.from_config(config, attn_implementation='sdpa', dtype=torch.float32)
 for p in model.parameters(): p.data += 0.1 * torch.randn_like(p)
-ids, positions = torch.randint(3, 96, (3, 40)), torch.arange(40)
+ids, positions = torch.randint(3, 96, (6, 40)), torch.arange(40)
 labels = ids.clone()
-labels[:, 20:] = -100
+labels[::3] = -100
 from accelerate import ParallelismConfig
 from accelerate.state import DistributedType, PartialState
 from accelerate.utils import DeepSpeedSequenceParallelConfig
@@ -30,7 +30,7 @@ if not plain:  # on CPUs only: gloo, and no operator is compiled
 rows = [{"input_ids": x, "labels": y, "position_ids": positions} for x, y in zip(ids, labels)]
 args = TrainingArguments(
     "out", per_device_train_batch_size=1, max_steps=3, logging_steps=1, learning_rate=2e-3, max_grad_norm=1000000000.0,
-    gradient_accumulation_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, bf16=False,
+    gradient_accumulation_steps=2, report_to=[], save_strategy="no", disable_tqdm=True, bf16=False,
     **more)
 collate = lambda s: {n: torch.stack([x[n] for x in s]) for n in s[0]}
 trainer = Trainer(model, args, train_dataset=rows, data_collator=collate)

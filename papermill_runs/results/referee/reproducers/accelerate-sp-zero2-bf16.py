@@ -1,5 +1,5 @@
-"""tied embeddings: accelerate-sp against plain transformers.
-Run: python FILE. wrong by: gradient norm 100.0%, gradient 100.0%, weights 5e-05; every gradient is 2 times as large; first: no module: how gradients are summed over ranks or batches, or what is reported"""
+"""weights in bf16: accelerate-sp-zero2 against plain transformers.
+Run: python FILE. wrong by: gradient norm 99.7%, gradient 100.5%, weights 3e-04; first: no module: how gradients are summed over ranks or batches, or what is reported"""
 import os, subprocess, sys
 if "RANK" not in os.environ and sys.argv[1:] != ["plain"]:
     for command in ([__file__, "plain"], ["-m", "torch.distributed.run", "--nproc-per-node=2", __file__]):
@@ -8,8 +8,8 @@ if "RANK" not in os.environ and sys.argv[1:] != ["plain"]:
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 plain, _ = sys.argv[1:] == ["plain"], torch.manual_seed(0)
-config = AutoConfig.for_model('llama', **{'vocab_size': 96, 'hidden_size': 32, 'intermediate_size': 48, 'num_hidden_layers': 2, 'num_attention_heads': 4, 'num_key_value_heads': 2, 'head_dim': 8, 'tie_word_embeddings': True})
-model = AutoModelForCausalLM.from_config(config, attn_implementation='sdpa', dtype=torch.float32)
+config = AutoConfig.for_model('llama', **{'vocab_size': 96, 'hidden_size': 32, 'intermediate_size': 48, 'num_hidden_layers': 2, 'num_attention_heads': 4, 'num_key_value_heads': 2, 'head_dim': 8, 'tie_word_embeddings': False})
+model = AutoModelForCausalLM.from_config(config, attn_implementation='sdpa', dtype=torch.bfloat16)
 for p in model.parameters(): p.data += 0.1 * torch.randn_like(p)
 ids, positions = torch.randint(3, 96, (3, 40)), torch.arange(40)
 labels = ids.clone()

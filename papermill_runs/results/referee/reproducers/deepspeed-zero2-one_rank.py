@@ -1,5 +1,5 @@
-"""weights in bf16: deepspeed against plain transformers.
-Run: python FILE. wrong by: gradient norm 99.6%, gradient 100.4%, weights 3e-04; first: no module: how gradients are summed over ranks or batches, or what is reported"""
+"""a sample without labels on one rank: deepspeed-zero2 against plain transformers.
+Run: python FILE. wrong by: gradient norm 100.0%, gradient 100.0%, weights 4e-05; every gradient is 2 times as large; first: no module: how gradients are summed over ranks or batches, or what is reported"""
 import os, subprocess, sys
 if "RANK" not in os.environ and sys.argv[1:] != ["plain"]:
     for command in ([__file__, "plain"], ["-m", "torch.distributed.run", "--nproc-per-node=2", __file__]):
@@ -9,10 +9,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 plain, _ = sys.argv[1:] == ["plain"], torch.manual_seed(0)
 config = AutoConfig.for_model('llama', **{'vocab_size': 96, 'hidden_size': 32, 'intermediate_size': 48, 'num_hidden_layers': 2, 'num_attention_heads': 4, 'num_key_value_heads': 2, 'head_dim': 8, 'tie_word_embeddings': False})
-model = AutoModelForCausalLM.from_config(config, attn_implementation='sdpa', dtype=torch.bfloat16)
+model = AutoModelForCausalLM.from_config(config, attn_implementation='sdpa', dtype=torch.float32)
 for p in model.parameters(): p.data += 0.1 * torch.randn_like(p)
 ids, positions = torch.randint(3, 96, (3, 40)), torch.arange(40)
 labels = ids.clone()
+labels[:, 20:] = -100
 if plain:
     loss = sum(model(input_ids=ids[i][None], position_ids=positions[None], labels=labels[i][None], num_items_in_batch=(
         labels[:1, 1:] != -100).sum()).loss for i in range(1)) * 1.0

@@ -1,5 +1,5 @@
-"""clipping of gradients: accelerate-sp against plain transformers.
-Run: python FILE. wrong by: gradient norm 100.0%, gradient 100.0%; every gradient is 2 times as large; first: no module: how gradients are summed over ranks or batches, or what is reported"""
+"""a sample without labels on one rank: accelerate-sp-zero2 against plain transformers.
+Run: python FILE. wrong by: gradient norm 100.0%, gradient 100.0%, weights 5e-05; every gradient is 2 times as large; first: no module: how gradients are summed over ranks or batches, or what is reported"""
 import os, subprocess, sys
 if "RANK" not in os.environ and sys.argv[1:] != ["plain"]:
     for command in ([__file__, "plain"], ["-m", "torch.distributed.run", "--nproc-per-node=2", __file__]):
@@ -13,6 +13,7 @@ model = AutoModelForCausalLM.from_config(config, attn_implementation='sdpa', dty
 for p in model.parameters(): p.data += 0.1 * torch.randn_like(p)
 ids, positions = torch.randint(3, 96, (3, 40)), torch.arange(40)
 labels = ids.clone()
+labels[:, 20:] = -100
 from accelerate import ParallelismConfig
 from accelerate.state import DistributedType, PartialState
 from accelerate.utils import DeepSpeedSequenceParallelConfig
@@ -28,7 +29,7 @@ if not plain:  # on CPUs only: gloo, and no operator is compiled
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
 rows = [{"input_ids": x, "labels": y, "position_ids": positions} for x, y in zip(ids, labels)]
 args = TrainingArguments(
-    "out", per_device_train_batch_size=1, max_steps=3, logging_steps=1, learning_rate=2e-3, max_grad_norm=0.5,
+    "out", per_device_train_batch_size=1, max_steps=3, logging_steps=1, learning_rate=2e-3, max_grad_norm=1000000000.0,
     gradient_accumulation_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, bf16=False,
     **more)
 collate = lambda s: {n: torch.stack([x[n] for x in s]) for n in s[0]}
