@@ -31,9 +31,6 @@ LAYERS = (
 README) and from those below."""
 
 UPWARD = {
-    "The workers of `measure` run under torchrun as those of `train` do": (
-        "alstlib.measure.machine_rates -> alstlib.train.worker",
-    ),
     "Widgets predict while a slider moves": (
         "alstlib.figures.widgets -> alstlib.planner.machine",
         "alstlib.figures.widgets -> alstlib.planner.model_shapes",

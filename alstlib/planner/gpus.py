@@ -138,7 +138,7 @@ def rates_named(device: str) -> Rates | None:
 
 
 def measured_rates(metrics: Mapping[str, Any]) -> Rates:
-    """Rates from the metrics of `measure.machine_rates`: of each, the slowest rank's.
+    """Rates from the metrics of `train.machine_rates`: of each, the slowest rank's.
 
     A link that was not measured (a single GPU, or a single node) is taken from the table where it has such a GPU, else
     from the copies between device and host.

@@ -1,6 +1,6 @@
 """`alst check` measures in about two minutes, with real ranks, what this machine reaches, and says what looks wrong.
 
-The ranks work (`alstlib.measure.machine_rates`); `alst plan --machine FOLDER` plans with their result. Without torch.
+The ranks work (`alstlib.train.machine_rates`); `alst plan --machine FOLDER` plans with their result. Without torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EXIT = (
     "Exit status: 0 when nothing looks wrong; 1 when something looks wrong or a measurement failed; 2 when the command "
     "was refused."
 )
-WORKER = "alstlib.measure.machine_rates"
+WORKER = "alstlib.train.machine_rates"
 
 SHOWN = {
     "matmul": ("matrix products", 1e12, "TFLOPS"), "attention_forward": ("attention, forward", 1e12, "TFLOPS"),

@@ -11,10 +11,9 @@ import pytest
 from cases import lines_of, values_of
 from quick_steps import asked, quick  # noqa: F401
 
-from alstlib import tables
 from alstlib.hf.models import flos
 from alstlib.hf.public_models import PUBLIC, TRAINED
-from alstlib.planner import fits, rendering
+from alstlib.planner import fits, rendering, tables
 from alstlib.planner.gpus import rates_of
 from alstlib.planner.machine import read_machine
 from alstlib.units import GIB, format_bytes, format_seconds

@@ -89,7 +89,7 @@ def write(folder: Path, result: Result) -> None:
     (folder / "cells.json").write_text(json.dumps({"cells": cells}, indent=1) + "\n")
     (folder / "referee.md").write_text(markdown(cells))
     (folder / "referee.html").write_text(page(cells))
-    reproduce.write(folder / "reproducers", cells)
+    reproduce.write(folder / "reproducers", cells, said)
 
 
 def rows(cells: dict[str, dict[str, Any]]) -> list[tuple[str, list[dict[str, Any] | None]]]:

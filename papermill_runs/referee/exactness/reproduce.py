@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -120,10 +121,8 @@ def writable(stack: str, case: Case, cell: dict[str, Any]) -> bool:
     return cell["result"] == "wrong" and stack in TEMPLATES and plain and loop
 
 
-def write(folder: Path, cells: dict[str, dict[str, Any]]) -> None:
-    """A script for each wrong cell that the templates can say."""
-    from .page import said
-
+def write(folder: Path, cells: dict[str, dict[str, Any]], said: Callable[[dict[str, Any]], str]) -> None:
+    """A script for each wrong cell that the templates can say, with the words `said` of it."""
     folder.mkdir(exist_ok=True)
     for old in folder.glob("*.py"):
         old.unlink()

@@ -1,6 +1,6 @@
 """The worker of `alst check`: the ranks of a run measure how fast this machine is and what its memory holds.
 
-`python -m alstlib.measure.machine_rates --config config.json --out DIR` under torchrun. Matrix products and attention
+`python -m alstlib.train.machine_rates --config config.json --out DIR` under torchrun. Matrix products and attention
 with the shapes of the run's model, copies between device and host, AdamW on the host, an all-to-all and an all-reduce,
 and what a GPU lacks before the first tensor. All ranks measure at the same time, as they work in a step, and the
 slowest one counts. `alst plan --machine DIR` plans with it.
