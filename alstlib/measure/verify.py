@@ -197,8 +197,8 @@ def _watched(model: nn.Module, step: Callable[[], Any]) -> dict[str, list[Tensor
     return seen
 
 
-def _rows(pieces: list[Tensor], count: int) -> Tensor | None:
-    """The first `count` rows, where pieces make up just as many: what follows is a recompute."""
+def first_rows(pieces: list[Tensor], count: int) -> Tensor | None:
+    """The first `count` rows, where pieces make up just as many: what follows is a recompute, or a further sample."""
     ends = [*itertools.accumulate(map(len, pieces))]
     if count not in ends or len({p.shape[1:] for p in pieces}) > 1:
         return None
@@ -219,7 +219,7 @@ def first_difference(
     rows, limit = -(-length // ctx.sp), EXACT[model.dtype][1] * 10
     mine = slice(ctx.sp_rank * rows, min(length, (ctx.sp_rank + 1) * rows))
     for order, (name, outputs) in enumerate(expected.items()):
-        ours, theirs = _rows(seen.get(name, []), rows), _rows(outputs, length)
+        ours, theirs = first_rows(seen.get(name, []), rows), first_rows(outputs, length)
         if ours is None or theirs is None or ours[0].shape != theirs[0].shape:
             continue
         theirs = theirs[mine].double()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alstlib.measure.verify import errors_of
+from alstlib.measure.verify import errors_of, first_rows
 
 EXACT = 1e-5
 """Largest relative error in fp32."""
@@ -119,11 +118,11 @@ class _Slices:
         embedded = next(name for name in want["values"] if name.startswith("the output of"))
         self.length = want.get("tokens") or len(want["values"][embedded][0])
         self.rows = [len(rank["values"].get(embedded, [[]])[0]) for rank in ranks]
-        wanted: Any = _rows(want["values"][embedded], self.length)
+        wanted: Any = first_rows(want["values"][embedded], self.length)
         self.order = min((_in_slices, _head_and_tail), key=lambda order: _error(self._of_all(embedded, order), wanted))
 
     def _of_all(self, name: str, order: Any, what: str = "values") -> Any:
-        parts = [_rows(rank[what].get(name, []), rows) for rank, rows in zip(self.ranks, self.rows)]
+        parts = [first_rows(rank[what].get(name, []), rows) for rank, rows in zip(self.ranks, self.rows)]
         if any(part is None for part in parts):
             return None
         whole: Any = order(parts) if self.rows[0] < self.length else parts[0]
@@ -131,7 +130,7 @@ class _Slices:
 
     def pair(self, what: str, name: str) -> tuple[Tensor, Tensor] | None:
         """A module's rows in the stack and in plain transformers, where they can be compared."""
-        wanted = _rows(self.want[what].get(name, []), self.length)
+        wanted = first_rows(self.want[what].get(name, []), self.length)
         if what == "value_gradients" and any(len(rank[what].get(name, ())) > 1 for rank in self.ranks):
             return None  # tiles, in the order of their recompute
         got = None if wanted is None else self._of_all(name, self.order, what)
@@ -145,11 +144,3 @@ def _in_slices(parts: list[Tensor]) -> Tensor:
 def _head_and_tail(parts: list[Tensor]) -> Tensor:
     halves = [part.chunk(2) for part in parts]
     return torch.cat([*(head for head, *_ in halves), *(tail for *_, tail in reversed(halves))])
-
-
-def _rows(pieces: list[Tensor], count: int) -> Tensor | None:
-    """The first `count` rows, where pieces make up just as many: what follows is a recompute, or a further sample."""
-    ends = [*itertools.accumulate(map(len, pieces))]
-    if count not in ends or len({p.shape[1:] for p in pieces}) > 1:
-        return None
-    return torch.cat(pieces[: ends.index(count) + 1])
