@@ -25,11 +25,11 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from alstlib.config import RunConfig, flat, merged
-from alstlib.options import check_names
+from alstlib.base.config import RunConfig, flat, merged
+from alstlib.base.options import check_names
+from alstlib.base.sizing import cores
+from alstlib.base.units import format_seconds, parse_quantity
 from alstlib.runs.processes import sigterm_interrupts
-from alstlib.sizing import cores
-from alstlib.units import format_seconds, parse_quantity
 
 ROOT = Path(__file__).resolve().parents[1]
 SPECS = ROOT / "papermill_runs" / "specs"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from alstlib.config import RunConfig
+from alstlib.base.config import RunConfig
 from alstlib.planner.activations import Activations
 from alstlib.planner.fits import element_bytes
 from alstlib.planner.machine import Machine

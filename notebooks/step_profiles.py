@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from alstlib.hf.handle import Handle
-from alstlib.measure.ledger import Ledger, _CpuInstrument
-from alstlib.measure.scope import ATTENTION, Places, category
-from alstlib.measure.simulate import watch
+from alstlib.planner.measure.ledger import Ledger, _CpuInstrument
+from alstlib.planner.measure.scope import ATTENTION, Places, category
+from alstlib.planner.measure.simulate import watch
 from alstlib.planner.model_states import GRADIENTS, OPTIMIZER, WEIGHTS
 
 PHASES = ("forward", "loss", "backward", "optimizer")

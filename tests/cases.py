@@ -19,12 +19,12 @@ from torch import nn
 from zoo import ZOO, trainable
 
 import alstlib
-from alstlib import sizing
-from alstlib.config import RunConfig
+from alstlib.base import sizing
+from alstlib.base.config import RunConfig
+from alstlib.base.reference import shift
 from alstlib.data.shard import shard_batch
-from alstlib.measure.ledger import Ledger
-from alstlib.measure.verify import errors_of
-from alstlib.reference import shift
+from alstlib.planner.measure.ledger import Ledger
+from alstlib.planner.measure.verify import errors_of
 from alstlib.runs import processes
 from alstlib.ulysses.head_layouts import WholeHeads
 
@@ -323,7 +323,7 @@ def wrap(model, kind, run):
         from matrix import engine_of
 
         return engine_of(model, kind)
-    from alstlib.train.engine import initialize
+    from alstlib.runs.train.engine import initialize
 
     return initialize(run, model, False)
 
@@ -371,7 +371,7 @@ def listening(out):
 
 def whole_state(engine):
     """fp32 weights and AdamW's moments of an engine, whole, from what each rank would save of them (a collective)."""
-    from alstlib.train.pieces import HeldState
+    from alstlib.runs.train.pieces import HeldState
 
     values = {}
     for name, piece in HeldState(engine).pieces.items():

@@ -25,10 +25,10 @@ from torch import nn
 from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridPreTrainedModel
 
 import alstlib
+from alstlib.base.sizing import kept_on_host
 from alstlib.data.loader import SPDataLoader
 from alstlib.hf import memory_plan
-from alstlib.measure.verify import in_full
-from alstlib.sizing import kept_on_host
+from alstlib.planner.measure.verify import in_full
 
 EXACT = {torch.float64: (1e-10, 1e-10), torch.float32: (1e-6, 1e-5)}
 """Largest error of the loss, relative to it, and of a gradient, relative to its norm. DeepSpeed trains in fp32."""
@@ -275,7 +275,7 @@ def engine_of(model, kind, accumulation=1, bucket=2_000):
     import deepspeed
 
     if next(model.parameters()).device.type == "cpu":
-        from alstlib.train import operators
+        from alstlib.runs.train import operators
 
         operators.leave_out()
     elif next(model.parameters()).device.type != "cuda":

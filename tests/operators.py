@@ -7,11 +7,11 @@ from collections import Counter
 import pytest
 import torch
 
+from alstlib.base.reference import relative_error
 from alstlib.kernels.attention import attention_backward, attention_forward, with_sinks
 from alstlib.kernels.rule import Attended
 from alstlib.kernels.spans import document_spans
-from alstlib.measure.ledger import Ledger
-from alstlib.reference import relative_error
+from alstlib.planner.measure.ledger import Ledger
 
 EXACT = {torch.float64: 1e-12, torch.float32: 3e-6}
 """Largest relative error of an operator that computes what the oracle does, in another order."""

@@ -8,10 +8,10 @@ import shlex
 
 import pytest
 
-from alstlib.config import RunConfig
+from alstlib.base.config import RunConfig
+from alstlib.base.sizing import kv_needed
 from alstlib.planner import command, fits
 from alstlib.planner.model_shapes import read_shape
-from alstlib.sizing import kv_needed
 
 TILE = {"loss": 1024, "mlp": 16_384}
 

@@ -10,7 +10,7 @@ from cases import check_refused, lines_of
 from operators import error_of
 from pydantic import ValidationError
 
-from alstlib.config import (
+from alstlib.base.config import (
     FIELDS,
     GROUPS,
     PAPER_ROWS,
@@ -22,8 +22,8 @@ from alstlib.config import (
     row_config,
     value_of,
 )
-from alstlib.options import Options
-from alstlib.units import parse_quantity
+from alstlib.base.options import Options
+from alstlib.base.units import parse_quantity
 
 
 def test_quantities():

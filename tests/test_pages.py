@@ -16,10 +16,10 @@ from cases import make_model
 from test_lab import checkout
 from test_repository import ROOT
 
-from alstlib.config import RunConfig
-from alstlib.reference import relative_error
+from alstlib.base.config import RunConfig
+from alstlib.base.reference import relative_error
 from alstlib.runs import workers
-from alstlib.train import operators
+from alstlib.runs.train import operators
 
 ERRORS = "notebooks/silent_errors.md"
 PAGES = ("README.md", "notebooks/training.md", "notebooks/runs.md", "notebooks/what_fits.md", ERRORS, "env/README.md",

@@ -344,7 +344,7 @@ def test_this_environment_matches_its_lock(check):
 
 def test_readme_shows_the_committed_ablation():
     """The README's numbers are those of the committed results, and nothing else."""
-    from alstlib.config import ROWS
+    from alstlib.base.config import ROWS
 
     found = {r["row"]: r for r in results.collect(ROOT / "papermill_runs/results/ablation-cpu")}
     columns = ["row", "mode", "seq_len", "step_seconds", "device_peak_bytes", "host_peak_bytes", "paper_seq_len"]

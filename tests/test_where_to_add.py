@@ -11,7 +11,7 @@ from cases import attach, check_step, make_model, plain_step, sample_of, step
 from torch import nn
 
 import alstlib
-from alstlib import config, reference
+from alstlib.base import config, reference
 from alstlib.hf import layer_runner
 from alstlib.kernels import backends
 from alstlib.linear import adapters

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Trainer
 
 import alstlib
 from alstlib.hf.saving import full_weights
-from alstlib.train import operators
+from alstlib.runs.train import operators
 
 STEPS = 20
 SETTINGS = {

@@ -1,5 +1,5 @@
-"""The plain version of what this folder adds to the core, as `alstlib.reference` has it for the core: the tests compare
-with it.
+"""The plain version of what this folder adds to the core, as `alstlib.base.reference` has it for the core: the tests
+compare with it.
 
 Shape legend: B batch, S sequence, H query heads, K key/value heads, D head width.
 """
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from alstlib.reference import causal_mask
+from alstlib.base.reference import causal_mask
 
 
 def seen_pages(

@@ -23,10 +23,10 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from alstlib.base.options import Count, Natural, Settings, Works
 from alstlib.hf.handle import Handle
 from alstlib.kernels.paged import Choice
 from alstlib.kernels.spans import Documents, document_spans
-from alstlib.options import Count, Natural, Settings, Works
 from alstlib.streaming.pages import LayerPages
 from alstlib.ulysses.alltoall import Exchange
 

@@ -15,8 +15,8 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from alstlib.base.mesh import SPContext
 from alstlib.data.shard import SLICED, Batch, checksum, cut, prepare, valid_tokens
-from alstlib.mesh import SPContext
 
 logger = logging.getLogger(__name__)
 

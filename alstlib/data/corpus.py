@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from alstlib.config import nearest_path
+from alstlib.base.config import nearest_path
 from alstlib.data.formats import canonical_columns, plain_text
 
 logger = logging.getLogger(__name__)

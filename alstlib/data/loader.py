@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from alstlib.base.mesh import SPContext
 from alstlib.data.agreement import check_same, read_together
 from alstlib.data.prefetch import Reader
 from alstlib.data.shard import SLICED, WHOLE, Batch, check_pad_to, cut
-from alstlib.mesh import SPContext
 
 logger = logging.getLogger(__name__)
 

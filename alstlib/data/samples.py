@@ -17,8 +17,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
+from alstlib.base.units import IGNORE
 from alstlib.data.formats import Messages, canonical_columns, format_of, read_row
-from alstlib.units import IGNORE
 
 logger = logging.getLogger(__name__)
 

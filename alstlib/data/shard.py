@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from alstlib.units import IGNORE
+from alstlib.base.units import IGNORE
 
 Batch = dict[str, torch.Tensor]
 DOCUMENTS = ("position_ids", "document_lengths", "cu_seqlens")

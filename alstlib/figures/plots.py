@@ -12,8 +12,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, Locator, MaxNLocator, NullLocator
 
+from alstlib.base.units import format_bytes, format_tokens
 from alstlib.figures.lines import NAMED, PALETTE, apart, look, name_lines
-from alstlib.units import format_bytes, format_tokens
 
 PAGE = 8.5  # inches that JupyterLab has for an output on a laptop with its side bar open
 AREAS = (*PALETTE, "#F0E442", "#999999", "#882255")

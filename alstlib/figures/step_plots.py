@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 
+from alstlib.base.units import format_bytes
 from alstlib.figures.plots import _area, _axes, _finish, _ink, draw_areas, legend_beside, looks
-from alstlib.units import format_bytes
 
 
 def step_memory(

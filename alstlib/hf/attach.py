@@ -17,6 +17,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from alstlib.base.mesh import ATTACHED, SPContext
+from alstlib.base.options import Options
+from alstlib.base.recompute import begin, now
+from alstlib.base.units import IGNORE
 from alstlib.data.agreement import Agreement
 from alstlib.hf.attention import attach_attention, attach_rotary
 from alstlib.hf.experts import MLPS, attach_routers, routes, tiled_experts, unknown_experts, why_untiled
@@ -29,13 +33,9 @@ from alstlib.hf.pass_state import Objective, PassState
 from alstlib.hf.support import check_model, check_shared, shared_weights
 from alstlib.hf.token_logps import OverRanks
 from alstlib.linear.adapters import adapter_of, attach_states, is_tokenwise
-from alstlib.mesh import ATTACHED, SPContext
-from alstlib.options import Options
-from alstlib.recompute import begin, now
 from alstlib.tiled.compute import TiledMLP, TiledNorm, is_norm
 from alstlib.tiled.loss import TiledHead
 from alstlib.ulysses.alltoall import unstripe
-from alstlib.units import IGNORE
 
 log = logging.getLogger(__name__)
 

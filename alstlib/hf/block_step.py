@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from alstlib.base.recompute import Replay
+from alstlib.base.units import IGNORE
 from alstlib.hf.causal_lm_loss import (
     Loss,
     check_accumulation,
@@ -29,9 +31,7 @@ from alstlib.hf.causal_lm_loss import (
 from alstlib.hf.handle import Handle
 from alstlib.hf.inputs import STATE, agree, handle_of, of_all_ranks, read_call
 from alstlib.hf.pass_state import Objective, PassState
-from alstlib.recompute import Replay
 from alstlib.streaming.blocks import Blocks
-from alstlib.units import IGNORE
 
 
 def block_step(

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from alstlib.base.mesh import SPContext
+from alstlib.base.units import IGNORE
 from alstlib.hf.inputs import PACKED, STATE, agree, check_number, handle_of, read_call
 from alstlib.hf.pass_state import Objective, PassState
-from alstlib.mesh import SPContext
 from alstlib.tiled.logits import Statistics
 from alstlib.tiled.loss import Look
-from alstlib.units import IGNORE
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from alstlib.config import nearest_path
+from alstlib.base.config import nearest_path
 from alstlib.hf.public_models import PUBLIC, SHAPES
 
 

@@ -37,12 +37,12 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import output_capturing
 
+from alstlib.base.recompute import entered
+from alstlib.base.sizing import default_tile, tile_of_sums
 from alstlib.hf.handle import Handle
 from alstlib.hf.pass_state import state_now
 from alstlib.hf.router_loss import RouterLoss
-from alstlib.recompute import entered
-from alstlib.sizing import tile_of_sums
-from alstlib.tiled.compute import TiledMLP, default_tile
+from alstlib.tiled.compute import TiledMLP
 
 MLPS = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "shared_mlp")
 """What decoder layers call their MLP or experts, and what every token goes to beside them."""

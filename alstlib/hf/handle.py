@@ -13,15 +13,15 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from alstlib.base.mesh import SPContext
+from alstlib.base.options import Options, TiledPart
+from alstlib.base.recompute import entered
 from alstlib.hf.memory_plan import MemoryPlan
 from alstlib.hf.pass_state import PassState, state_now
 from alstlib.hf.support import Facts
 from alstlib.linear.ways import StateLayer
-from alstlib.mesh import SPContext
 from alstlib.offload.courier import Travel
 from alstlib.offload.host_store import HostStore, Mode
-from alstlib.options import Options, TiledPart
-from alstlib.recompute import entered
 from alstlib.streaming.pages import PageChooser
 from alstlib.tiled.loss import TiledHead
 from alstlib.ulysses.attention import UlyssesAttention

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from alstlib.base.options import Options
+from alstlib.base.recompute import backward_in_this_thread
 from alstlib.hf.handle import Handle
 from alstlib.hf.pass_state import StepInputs
-from alstlib.options import Options
-from alstlib.recompute import backward_in_this_thread
 from alstlib.tiled.compute import TiledModule, tiled_compute
 
 

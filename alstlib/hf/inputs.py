@@ -17,16 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from alstlib.base.mesh import ATTACHED, SPContext
+from alstlib.base.units import IGNORE
 from alstlib.data.agreement import Agreement
 from alstlib.hf.experts import router_loss
 from alstlib.hf.handle import Handle
 from alstlib.hf.pass_state import Objective, PassState, StepInputs
 from alstlib.hf.support import Facts
 from alstlib.kernels.spans import Offsets
-from alstlib.mesh import ATTACHED, SPContext
 from alstlib.tiled.logits import readable
 from alstlib.ulysses.alltoall import stripe
-from alstlib.units import IGNORE
 
 STATE = "alst_state"
 """Keyword argument with the pass that a call of an attached model begins, where its inputs have been read before."""

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from alstlib.base.recompute import Saved, with_gradient
 from alstlib.hf.handle import Handle
 from alstlib.hf.support import check_recompute
 from alstlib.linear.adapters import is_tokenwise
-from alstlib.offload.checkpoints import Saved, Segment, checkpoint
-from alstlib.recompute import with_gradient
+from alstlib.offload.checkpoints import Segment, checkpoint
 from alstlib.streaming.chunked import RowChunk, Stream
 from alstlib.tiled.skip import Follower, Unread, find_followers
 

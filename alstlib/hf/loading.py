@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from alstlib.config import RunConfig
+from alstlib.base.config import RunConfig
+from alstlib.base.mesh import SPContext, accelerator, gather_text
 from alstlib.data.agreement import Agreement
 from alstlib.hf.models import has_random_weights, load_model
-from alstlib.mesh import SPContext, accelerator, gather_text
 
 
 class UnplacedModel(nn.Module):

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from alstlib.base.mesh import SPContext
+from alstlib.base.options import Options
+from alstlib.base.sizing import kept_on_host, keys_and_values, keys_leave, keys_left, kv_needed
 from alstlib.hf.support import Facts
 from alstlib.linear.adapters import mixers_of
-from alstlib.mesh import SPContext
 from alstlib.offload import headroom
 from alstlib.offload.courier import Courier
 from alstlib.offload.host_store import HostOutOfMemory, HostStore
-from alstlib.options import Options
-from alstlib.sizing import kept_on_host, keys_and_values, keys_leave, keys_left, kv_needed
 from alstlib.streaming.blocks import Blocks
 
 log = logging.getLogger(__name__)

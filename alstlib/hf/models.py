@@ -13,12 +13,12 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from alstlib.config import RunConfig
+from alstlib.base.config import RunConfig
+from alstlib.base.options import check_names
 from alstlib.hf.configs import check_model, overridden
 from alstlib.hf.public_models import PUBLIC, SHAPES
 from alstlib.hf.support import heads_of
 from alstlib.kernels.int32 import guard_liger
-from alstlib.options import check_names
 
 
 def model_config(

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from alstlib.base.recompute import Pass, Saved, now
 from alstlib.hf.router_loss import RouterLoss
 from alstlib.kernels.spans import Offsets
-from alstlib.offload.checkpoints import Saved
-from alstlib.recompute import Pass, now
 from alstlib.streaming.blocks import Blocks
 from alstlib.streaming.chunked import RowChunk
 from alstlib.tiled.logits import Statistics

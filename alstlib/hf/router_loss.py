@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from alstlib.recompute import first_order
+from alstlib.base.recompute import first_order
 
 
 class RouterLoss:

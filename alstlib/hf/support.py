@@ -13,11 +13,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from alstlib.base.mesh import ATTACHED
 from alstlib.hf.dry_run import Keys, LayerCall, dry_run
 from alstlib.kernels.backends import choose_backend, of_user
 from alstlib.linear.adapter import plain_forward
 from alstlib.linear.adapters import KINDS, is_tokenwise, mixers_of
-from alstlib.mesh import ATTACHED
 from alstlib.tiled.logits import LogitTransform
 
 

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from alstlib.base.mesh import SPContext
+from alstlib.base.recompute import first_order
 from alstlib.hf.causal_lm_loss import check_batch, fields_of
 from alstlib.hf.inputs import STATE, agree, check_number, handle_of, read_call
 from alstlib.hf.pass_state import Objective
-from alstlib.mesh import SPContext
-from alstlib.recompute import first_order
 from alstlib.tiled.logits import Statistics
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from alstlib.config import FIELDS, RunConfig
-from alstlib.mesh import accelerator, own_device
-from alstlib.options import check_names
-from alstlib.sizing import zero_bucket
+from alstlib.base.config import FIELDS, RunConfig
+from alstlib.base.mesh import accelerator, own_device
+from alstlib.base.options import check_names
+from alstlib.base.sizing import zero_bucket
 
 
 def zero_config(model: torch.nn.Module, **fields: Any) -> dict[str, Any]:

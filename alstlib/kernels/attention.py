@@ -35,10 +35,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from alstlib.base.sizing import KEYS_PER_QUERY, kernel_device, tile_for
 from alstlib.kernels.backends import BACKENDS, LONG, Backend
 from alstlib.kernels.rule import Attended, Packed, Rule
 from alstlib.kernels.spans import Documents, Piece, Span, document_spans, once, pieces
-from alstlib.sizing import KEYS_PER_QUERY, kernel_device, tile_for
 
 ELEMENTS = 2**31
 """Number of elements in memory that no tensor of a call may span."""

@@ -31,12 +31,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from alstlib import reference
+from alstlib.base import reference
+from alstlib.base.sizing import kernel_device, sdpa_kernel
 from alstlib.kernels import blockwise
 from alstlib.kernels.flash import FLASH, PACKAGES
 from alstlib.kernels.rule import Attended
 from alstlib.kernels.user_attention import UserAttention
-from alstlib.sizing import kernel_device, sdpa_kernel
 
 aten = torch.ops.aten
 

@@ -16,8 +16,8 @@ import math
 import torch
 from torch import Tensor
 
+from alstlib.base.sizing import kernel_device
 from alstlib.kernels.rule import Attended
-from alstlib.sizing import kernel_device
 
 BLOCK_BYTES = 32 * 2**20
 """Bytes of one block of scores in fp32 over all heads, which bounds the temporary memory."""

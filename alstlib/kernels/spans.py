@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
-from alstlib.sizing import keys_of_a_call
+from alstlib.base.sizing import keys_of_a_call
 
 T = TypeVar("T")
 

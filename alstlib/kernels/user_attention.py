@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from alstlib import reference
+from alstlib.base import reference
 from alstlib.kernels.rule import Attended
 
 TOLERANCE = 0.05

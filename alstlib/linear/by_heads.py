@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from alstlib.base.recompute import first_order
 from alstlib.linear.pass_state import pass_state
 from alstlib.linear.rule import StateRule
-from alstlib.recompute import first_order
 from alstlib.ulysses.alltoall import Exchange
 
 

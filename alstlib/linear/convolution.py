@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from alstlib.base.recompute import first_order
 from alstlib.kernels.spans import Documents, document_spans, once
-from alstlib.recompute import first_order
 from alstlib.ulysses.alltoall import Exchange
 
 

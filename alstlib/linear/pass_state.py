@@ -27,10 +27,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from alstlib.base.recompute import GradientSums, first_order
 from alstlib.kernels.spans import Documents
 from alstlib.linear.documents import Run, runs_of
 from alstlib.linear.rule import StateRule
-from alstlib.recompute import GradientSums, first_order
 from alstlib.ulysses.alltoall import Exchange
 
 

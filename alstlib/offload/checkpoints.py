@@ -8,64 +8,17 @@ its inputs (and attention outputs) on the device, before it recomputes and back-
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from alstlib.base.recompute import Replay, Saved, Values, first_order, those_that_train, unchanged
 from alstlib.offload.host_store import HostStore
 from alstlib.offload.storage import Storage
-from alstlib.recompute import Replay, Values, first_order, those_that_train, unchanged
-
-
-class Saved:
-    """Attention outputs that a checkpoint keeps from one pass for the next: (output, logsumexp) in order of the calls,
-    output in sequence layout [B, H, L, D], logsumexp [B, H / P, S] in head layout.
-
-    Args:
-        keep: the first pass leaves them here, to lie beside the input.
-    """
-
-    def __init__(self, keep: bool = True) -> None:
-        self.keep = keep
-        self.stage: Literal["first", "again", "graph"] = "first"
-        """Name of the pass that runs: the first, the one that makes a segment's inputs again, or the one that makes the
-        graph."""
-        self.tensors: list[tuple[Tensor, Tensor]] = []
-        self.replaying = False
-        self._left: dict[tuple[Hashable, int], dict[str, Any]] = {}
-        self._calls = Counter[Hashable]()
-
-    @property
-    def active(self) -> bool:
-        """Whether this pass's attentions leave outputs here, or find them."""
-        return self.replaying or self.stage == "again" or (self.stage == "first" and self.keep)
-
-    def left_by(self, part: Hashable) -> dict[str, Any]:
-        """What this call of a part with a state leaves from the first pass, of constant size: its recompute exchanges
-        nothing with other ranks before its backward. A pass may call a part several times."""
-        self._calls[part] += 1
-        return self._left.setdefault((part, self._calls[part]), {})
-
-    def take(self) -> tuple[Tensor, Tensor]:
-        """The next call's output and logsumexp, which then are the last ones."""
-        self.tensors.append(self.tensors.pop(0))
-        return self.tensors[-1]
-
-    def rewind(self, tensors: list[Tensor], stage: Literal["again", "graph"] = "graph") -> None:
-        """Start another pass over these tensors (output, logsumexp, output, ...); with none, attention computes."""
-        self.stage, self.replaying = stage, bool(tensors)
-        self._calls.clear()
-        self.tensors = list(zip(tensors[::2], tensors[1::2]))
-
-    def leave(self) -> list[Tensor]:
-        """Give up the tensors: output, logsumexp, output, ..."""
-        pairs, self.tensors, self.replaying = self.tensors, [], False
-        return [t for pair in pairs for t in pair]
 
 
 class Segment:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alstlib.mesh import accelerator
+from alstlib.base.mesh import accelerator
 from alstlib.offload.storage import Storage
 
 

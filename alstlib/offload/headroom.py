@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from alstlib.mesh import accelerator
+from alstlib.base.mesh import accelerator
 
 SHARE = 0.9
 """Share of the free memory that is counted on: allocators leave gaps."""

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch._guards import active_fake_mode
 
-from alstlib.mesh import accelerator
+from alstlib.base.mesh import accelerator
+from alstlib.base.sizing import host_free
 from alstlib.offload.courier import Courier, has_gaps
-from alstlib.sizing import host_free
 
 Mode = Literal["none", "sync", "async"]
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
-from alstlib.config import RunConfig
-from alstlib.options import Options, TiledPart
+from alstlib.base.config import RunConfig
+from alstlib.base.options import Options, TiledPart
+from alstlib.base.sizing import kept_on_host, keys_and_values, kv_needed, sdpa_kernel
 from alstlib.planner.fits import Lines, StepQuestion, element_bytes, in_layer, lines_at, part_of
 from alstlib.planner.model_shapes import Shape
 from alstlib.planner.streaming import Streaming, copied_bytes, host_room, kv_on_host, output_bytes, streaming_of
-from alstlib.sizing import kept_on_host, keys_and_values, kv_needed, sdpa_kernel
 
 FLASH_2 = ("flash", "flash_attention_2")
 """Kernels of flash-attn 2: PyTorch's and its own."""

@@ -14,7 +14,8 @@ from typing import Any
 
 import yaml
 
-from alstlib.config import Engine, Model, RunConfig, not_default, row_config
+from alstlib.base.config import Engine, Model, RunConfig, not_default, row_config
+from alstlib.base.units import GIB, parse_quantity
 from alstlib.planner import devices
 from alstlib.planner.gpus import GPUS, Rates, label_bytes, rates_of
 from alstlib.planner.machine import Machine, Overheads, read_machine
@@ -23,7 +24,6 @@ from alstlib.planner.prediction import Prediction, with_degree
 from alstlib.planner.question import HELP, NEEDED, WAYS, Answer, Question, Variant, trained_length
 from alstlib.planner.rendering import describe, describe_machines, say
 from alstlib.planner.tables import console
-from alstlib.units import GIB, parse_quantity
 
 EXIT = (
     "exit status: 0 the length fits (without --seq-len: some length does; of several machines: one of them holds it), "

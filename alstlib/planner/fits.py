@@ -26,10 +26,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from alstlib.config import RunConfig, not_default
+from alstlib.base.config import RunConfig, not_default
 from alstlib.hf.configs import find_config, overridden
 
-SIMULATOR = "alstlib.measure.answers"
+SIMULATOR = "alstlib.planner.measure.answers"
 """Named, as it imports torch and what the planner predicts."""
 CACHE_VARIABLE = "ALST_CACHE"
 """Names another folder for what was simulated."""

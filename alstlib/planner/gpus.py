@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from alstlib.options import check_names
-from alstlib.units import GIB, parse_quantity
+from alstlib.base.options import check_names
+from alstlib.base.units import GIB, parse_quantity
 
 T = 10**12
 G = 10**9

@@ -7,11 +7,11 @@ import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from alstlib.config import RunConfig
+from alstlib.base.config import RunConfig
+from alstlib.base.sizing import host_free
+from alstlib.base.units import GIB
 from alstlib.planner import devices
 from alstlib.planner.gpus import Rates, measured_rates, rates_named, rates_of
-from alstlib.sizing import host_free
-from alstlib.units import GIB
 
 UNKNOWN = "a GPU of unknown rates"
 CPU_PROCESS = 500 * 2**20

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from alstlib.config import RunConfig
-from alstlib.sizing import zero_bucket
+from alstlib.base.config import RunConfig
+from alstlib.base.sizing import zero_bucket
 
 ZERO_DEFAULT = 500_000_000
 """Elements of DeepSpeed's buckets where nothing is said, as in the paper; up to twice as many stay gathered."""

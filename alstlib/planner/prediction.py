@@ -14,7 +14,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from alstlib.config import RunConfig
+from alstlib.base.config import RunConfig
+from alstlib.base.units import format_bytes
 from alstlib.planner.activations import Activations, activations, reference_activations, shared_by_reference
 from alstlib.planner.devices import pins_exactly
 from alstlib.planner.fits import element_bytes, part_of
@@ -22,7 +23,6 @@ from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import Shape
 from alstlib.planner.model_states import ZERO_DEFAULT, Sizes, States, model_states
 from alstlib.planner.step_time import step_seconds
-from alstlib.units import format_bytes
 
 Side = tuple[str, int, int | None]
 """A memory (`device` or `host`), the bytes that it needs, and those that are there (None for no limit)."""

@@ -10,7 +10,8 @@ import textwrap
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from alstlib.config import RunConfig
+from alstlib.base.config import RunConfig
+from alstlib.base.units import format_bytes, format_seconds
 from alstlib.hf.configs import find_config, overridden
 from alstlib.planner.fits import known_only
 from alstlib.planner.machine import Machine, machine_of, rates_known
@@ -18,7 +19,6 @@ from alstlib.planner.model_shapes import Shape, read_shape
 from alstlib.planner.prediction import Prediction, first_beyond, longest, predict
 from alstlib.planner.question import Question, settings
 from alstlib.planner.rendering import as_text, table, verdict
-from alstlib.units import format_bytes, format_seconds
 
 CERTAIN = 1.1
 """A run is refused when it would take this many times what there is: the planner is right within a few percent."""

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from alstlib.config import RunConfig, value_of
+from alstlib.base.config import RunConfig, value_of
+from alstlib.base.units import GIB
 from alstlib.hf.configs import find_config, overridden
 from alstlib.hf.public_models import PUBLIC, TRAINED
 from alstlib.planner.fits import other_versions
@@ -16,7 +17,6 @@ from alstlib.planner.model_shapes import Shape
 from alstlib.planner.prediction import Prediction, longest, predict
 from alstlib.planner.step_time import model_flops
 from alstlib.planner.streaming import least_chunk
-from alstlib.units import GIB
 
 NOTE = (
     "layers with a state are planned with the memory of the fused kernels (flash-linear-attention, mamba-ssm, "

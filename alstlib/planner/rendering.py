@@ -12,13 +12,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from alstlib.base.units import GIB, format_bytes, format_seconds, format_tokens, printable
 from alstlib.planner import model_states
 from alstlib.planner.machine import Machine, rates_known
 from alstlib.planner.model_shapes import Shape
 from alstlib.planner.prediction import Prediction
 from alstlib.planner.question import HELP, NEEDED, WAYS, Answer, Question, Variant, changed, settings
 from alstlib.planner.tables import listed
-from alstlib.units import GIB, format_bytes, format_seconds, format_tokens, printable
 
 MEANING = {
     "CUDA context": "the driver's own, before the first tensor",

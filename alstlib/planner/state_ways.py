@@ -17,7 +17,7 @@ of a token that a rank sends to others for a forward (inputs to heads, outputs b
 
 from __future__ import annotations
 
-from alstlib.config import RunConfig
+from alstlib.base.config import RunConfig
 from alstlib.linear.ways import StateLayer
 from alstlib.planner.gpus import Rates, rates_of
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from alstlib.config import RunConfig
+from alstlib.base.config import RunConfig
 from alstlib.planner.activations import FLASH_2, Activations
 from alstlib.planner.fits import element_bytes
 from alstlib.planner.gpus import Rates

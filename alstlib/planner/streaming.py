@@ -7,10 +7,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from alstlib.config import RunConfig
+from alstlib.base.config import RunConfig
+from alstlib.base.sizing import kept_on_host, keys_and_values, keys_leave, keys_left, kv_needed, page_rows
 from alstlib.planner.gpus import Rates
 from alstlib.planner.model_shapes import Shape
-from alstlib.sizing import kept_on_host, keys_and_values, keys_leave, keys_left, kv_needed, page_rows
 
 
 @dataclass(frozen=True)

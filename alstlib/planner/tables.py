@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from alstlib.units import printable
+from alstlib.base.units import printable
 
 
 def console(width: int | None = None) -> Console:

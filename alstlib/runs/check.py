@@ -1,6 +1,6 @@
 """`alst check` measures in about two minutes, with real ranks, what this machine reaches, and says what looks wrong.
 
-The ranks work (`alstlib.train.machine_rates`); `alst plan --machine FOLDER` plans with their result. Without torch.
+The ranks work (`train.machine_rates`); `alst plan --machine FOLDER` plans with their result. Without torch.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ import json
 import statistics
 from collections.abc import Iterator
 
-from alstlib.config import Engine, Model, RunConfig
+from alstlib.base.config import Engine, Model, RunConfig
+from alstlib.base.units import GIB, format_bytes
 from alstlib.planner.gpus import rates_named
 from alstlib.planner.tables import console, listed
 from alstlib.runs import launch
 from alstlib.runs.results import Json
-from alstlib.units import GIB, format_bytes
 
 HELP = "measure this machine's rates and memory and say what looks wrong; `alst plan --machine` uses the result"
 EXIT = (
     "Exit status: 0 when nothing looks wrong; 1 when something looks wrong or a measurement failed; 2 when the command "
     "was refused."
 )
-WORKER = "alstlib.train.machine_rates"
+WORKER = "alstlib.runs.train.machine_rates"
 
 SHOWN = {
     "matmul": ("matrix products", 1e12, "TFLOPS"), "attention_forward": ("attention, forward", 1e12, "TFLOPS"),

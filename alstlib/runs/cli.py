@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from alstlib.config import not_default
-from alstlib.options import check_names
+from alstlib.base.config import not_default
+from alstlib.base.options import check_names
 from alstlib.planner import command, devices
 from alstlib.planner.command import fields_of
 from alstlib.runs import (

@@ -16,7 +16,8 @@ import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from alstlib.config import RunConfig
+from alstlib.base.config import RunConfig
+from alstlib.base.units import format_seconds
 from alstlib.planner import devices
 from alstlib.planner.preflight import step_limit, time_limit, why_not
 from alstlib.runs import cluster, locks, results, workers
@@ -33,7 +34,6 @@ from alstlib.runs.progress import Printer as progress_printer
 from alstlib.runs.progress import Progress, ProgressReader, log_tail, whereabouts
 from alstlib.runs.results import Json
 from alstlib.runs.torchrun import LOST, Attempt, cause, failures, lost, read_reports
-from alstlib.units import format_seconds
 
 __all__ = ["Progress", "RunFailed", "die_with_parent", "finished", "launch", "progress_printer", "resolve"]
 

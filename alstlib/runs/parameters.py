@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from alstlib.config import GROUPS, RunConfig, merged, row_config
-from alstlib.options import check_names
+from alstlib.base.config import GROUPS, RunConfig, merged, row_config
+from alstlib.base.options import check_names
 
 KNOWN = (*RunConfig.model_fields, "config", "out", "force", "worker")
 """Parameters of a notebook that starts a run: the run's groups and fields, and what the notebook itself reads."""

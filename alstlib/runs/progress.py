@@ -24,9 +24,9 @@ import psutil
 from rich.live import Live
 from rich.text import Text
 
+from alstlib.base.units import format_seconds, printable
 from alstlib.planner.tables import console
 from alstlib.runs.results import Json, as_json
-from alstlib.units import format_seconds, printable
 
 TAIL_CHARACTERS = 4000
 TRACEBACK = "Traceback (most recent call last)"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from alstlib.config import ROWS, RunConfig, flat
+from alstlib.base.config import ROWS, RunConfig, flat
 from alstlib.planner.tables import console, listed
 from alstlib.runs import results
 from alstlib.runs.results import Json

@@ -23,8 +23,8 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BaseModel, ValidationError
 from pydantic_core import to_json
 
-from alstlib.config import FIELDS, PAPER_ROWS, ROWS, RunConfig, flat
-from alstlib.units import format_bytes, format_seconds, format_tokens
+from alstlib.base.config import FIELDS, PAPER_ROWS, ROWS, RunConfig, flat
+from alstlib.base.units import format_bytes, format_seconds, format_tokens
 
 Json = dict[str, Any]
 """A JSON object: a result, its metrics or its error, or a row of a table."""

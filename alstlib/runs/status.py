@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from alstlib.config import RunConfig, flat
+from alstlib.base.config import RunConfig, flat
+from alstlib.base.units import format_seconds, format_tokens
 from alstlib.planner.tables import console, listed
 from alstlib.runs import launch, locks, results
 from alstlib.runs.progress import ProgressReader, describe, first_failed, time_left
 from alstlib.runs.results import Json, differences
 from alstlib.runs.sweeps import Spec, opened, shown, sweeps
-from alstlib.units import format_seconds, format_tokens
 
 FAILED = (*(s for s in results.STATUSES if s not in results.FINISHED), "interrupted", "unreadable")
 """States of a row that failed."""

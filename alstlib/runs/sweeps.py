@@ -25,8 +25,8 @@ from typing import Annotated, Any
 import yaml
 from pydantic import Field
 
-from alstlib.config import FIELDS, ROWS, RunConfig, merged, nearest_path, row_config
-from alstlib.options import Fields, Name, Settings, Text, Works, check_names
+from alstlib.base.config import FIELDS, ROWS, RunConfig, merged, nearest_path, row_config
+from alstlib.base.options import Fields, Name, Settings, Text, Works, check_names
 from alstlib.planner import devices
 from alstlib.runs import launch, locks, results, workers
 from alstlib.runs.launch import OUT

@@ -1,4 +1,4 @@
-"""torchrun (`alstlib.train.agent`) on a run's nodes: its command line and variables, its logs, and what it says."""
+"""torchrun (`train.agent`) on a run's nodes: its command line and variables, its logs, and what it says."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from typing import Any
 
 import psutil
 
+from alstlib.base.sizing import cores
 from alstlib.planner import devices
 from alstlib.runs.processes import DEADLINE_VARIABLE, RUN_ID_VARIABLE, start
 from alstlib.runs.results import Json, write_json
-from alstlib.sizing import cores
 
-AGENT = "alstlib.train.agent"
+AGENT = "alstlib.runs.train.agent"
 AGENT_LOG, LAUNCHER_LOG, ATTEMPT, CONFIG = "agent.log", "launcher.log", "attempt.json", "config.json"
 RANK_VARIABLES = ("ALST_NODE_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 """Where launchers say the rank of a node. The first is for those that set none of the others."""
@@ -181,7 +181,7 @@ def free_port(head: str) -> int:
     return port
 
 
-# What the agents say to the head, in lines of the output of what it started (`alstlib.train.agent`)
+# What the agents say to the head, in lines of the output of what it started (`train.agent`)
 
 LOST = ("RankKilled", "NodeLost", "NodeFailed")
 """Kinds of errors that end the ranks of other nodes too, and that their errors do not tell."""

@@ -1,5 +1,5 @@
 """`alst verify` shows whether a step with the chosen options has the loss and the gradients of plain transformers. It
-uses a small model of the same architecture on CPU ranks, which run `alstlib.measure.verify`."""
+uses a small model of the same architecture on CPU ranks, which run `alstlib.planner.measure.verify`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from alstlib.base.units import parse_quantity
 from alstlib.hf.configs import check_model
 from alstlib.planner.command import fields_of
 from alstlib.planner.tables import console, listed
 from alstlib.runs.results import Json
 from alstlib.runs.spawn import run_on_ranks
-from alstlib.units import parse_quantity
 
 HELP = "check on the CPU, with a small copy of a model, that its gradients equal those of plain transformers"
 EXIT = (
@@ -51,7 +51,7 @@ def _stacks() -> list[str]:
     return sorted(path.stem.replace("_", "-") for path in files if not path.stem.startswith("plain"))
 
 
-WORKER = "alstlib.measure.verify"
+WORKER = "alstlib.planner.measure.verify"
 
 
 def on_rank(worker: str, question: Json) -> Json:

@@ -8,14 +8,14 @@ import importlib.util
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from alstlib.config import RunConfig, value_of
+from alstlib.base.config import RunConfig, value_of
+from alstlib.base.options import plain_value
+from alstlib.base.sizing import cores
 from alstlib.hf.configs import check_model
 from alstlib.hf.public_models import SHAPES
-from alstlib.options import plain_value
 from alstlib.planner import preflight
-from alstlib.sizing import cores
 
-ABLATION, FINETUNE = "alstlib.train.ablation", "alstlib.train.finetune"
+ABLATION, FINETUNE = "alstlib.runs.train.ablation", "alstlib.runs.train.finetune"
 TRAINING = (ABLATION, FINETUNE)
 """Workers that train the model of a configuration: what the planner predicts is about them."""
 

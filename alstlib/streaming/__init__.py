@@ -3,5 +3,5 @@ sequence.
 
 `chunked` runs a decoder layer chunk by chunk over one growing set of keys and values, which lie in `pages`;
 `blocks` holds the pages of all layers of a model that runs block by block. What layers with a state hand on in the
-place of keys and values is `linear.carried`.
+place of keys and values is `streaming.carried`.
 """

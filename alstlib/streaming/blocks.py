@@ -7,7 +7,7 @@ Everything token-wise in a model needs only its own rows, so what a block hands 
 values. Forward runs the blocks in order without a graph and leaves these in pages, one for each block. Backward goes
 from the last block to the first: it recomputes a block with its graph and calls backward; attention adds what the block
 contributes to the gradients of earlier pages, and takes what later blocks have added to its own. Layers with a state
-hand that on instead (`linear.carried`), and what each block began with is kept where pages are. What lies on the device
+hand that on instead (`streaming.carried`), and what each block began with is kept where pages are. What lies on the device
 is one block and few pages of one layer; what grows with the sequence is pages, and states before blocks. (SeCO and
 SeCOv2 run models this way.)
 
@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from alstlib.base.recompute import Saved
 from alstlib.kernels.paged import Page
 from alstlib.kernels.spans import Documents, document_spans
-from alstlib.linear.carried import Carried, Step
-from alstlib.offload.checkpoints import Saved
 from alstlib.offload.courier import Courier
+from alstlib.streaming.carried import Carried, Step
 from alstlib.streaming.chunked import RowChunk
 from alstlib.streaming.pages import LayerPages, _Page
 from alstlib.ulysses.attention import UlyssesAttention

@@ -9,7 +9,7 @@ Forward makes no graph. Backward first makes the keys and values again (each chu
 from the last chunk to the first: recompute one with its graph, back-propagate, add what it contributes to the gradients
 of earlier keys and values. When a chunk's turn comes, all that later rows contribute to its own is there, and goes on
 into its projections. Exact for any length; the last chunk may be shorter.
-A layer with a state hands that on in place of keys and values (`linear.carried`).
+A layer with a state hands that on in place of keys and values (`streaming.carried`).
 
 Where a layer's tensors of the sequence's length lie is a choice that changes no bit. The input, the output and their
 gradients lie on the device, or on the host, from where chunks of them visit the device, copied beside the computation.
@@ -33,14 +33,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from alstlib.base.recompute import GradientSums, Replay, check_thread, first_order, those_that_train, unchanged
+from alstlib.base.sizing import page_rows
 from alstlib.kernels import paged
 from alstlib.kernels.spans import Documents
-from alstlib.linear.carried import Carried, Step
 from alstlib.offload.checkpoints import Segment
 from alstlib.offload.courier import Courier, parts_of, put_part, room_like
 from alstlib.offload.storage import Storage
-from alstlib.recompute import GradientSums, Replay, check_thread, first_order, those_that_train, unchanged
-from alstlib.sizing import page_rows
+from alstlib.streaming.carried import Carried, Step
 from alstlib.streaming.pages import LayerPages, PageChooser
 from alstlib.ulysses.attention import UlyssesAttention, gradient_of_sinks, output_with, row_delta
 

@@ -10,17 +10,14 @@ backward, because `TiledMLP` is marked as a leaf.
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from alstlib.offload.courier import Courier, Travel, parts_of, put_part, room_like
-from alstlib.recompute import (
+from alstlib.base.recompute import (
     GradientSums,
     Pass,
     Replay,
@@ -30,32 +27,8 @@ from alstlib.recompute import (
     unchanged,
     with_gradient,
 )
-from alstlib.sizing import tile_for
-
-TileRule = Callable[[int, int], int]
-_AS_ON: contextvars.ContextVar[str | TileRule | None] = contextvars.ContextVar("as_on", default=None)
-
-
-@contextlib.contextmanager
-def as_on(kind: str | TileRule) -> Iterator[None]:
-    """Choose tiles as on this kind of device (`cuda`, `cpu`), wherever tensors are, or by a rule of the caller's, of
-    the width and the bytes of an element: for a simulation."""
-    token = _AS_ON.set(kind)
-    try:
-        yield
-    finally:
-        _AS_ON.reset(token)
-
-
-def default_tile(width: int, element_bytes: int, device: torch.device) -> int:
-    """The tile in tokens for which the widest intermediate [tile, width] takes about `TILE_BYTES`: a power of two of at
-    least 256.
-
-    The paper uses sequence / width tiles, which are very small for a narrow model.
-    """
-    if callable(rule := _AS_ON.get()):
-        return rule(width, element_bytes)
-    return tile_for(width, element_bytes, rule or device.type)
+from alstlib.base.sizing import default_tile
+from alstlib.offload.courier import Courier, Travel, parts_of, put_part, room_like
 
 
 def check_tile(tile: int) -> int:

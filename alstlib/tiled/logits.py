@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from alstlib.base.sizing import default_tile
+from alstlib.base.units import IGNORE
 from alstlib.offload.courier import Travel, parts_of, room_like
-from alstlib.tiled.compute import default_tile, tiles_of
-from alstlib.units import IGNORE
+from alstlib.tiled.compute import tiles_of
 
 
 def readable(tensor: Tensor) -> bool:

@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from alstlib.base.recompute import first_order
+from alstlib.base.sizing import default_tile
+from alstlib.base.units import IGNORE
 from alstlib.offload.courier import Travel
-from alstlib.recompute import first_order
-from alstlib.tiled.compute import TiledModule, check_tile, default_tile, tiled_compute, tiles_of
+from alstlib.tiled.compute import TiledModule, check_tile, tiled_compute, tiles_of
 from alstlib.tiled.logits import HeadCall, HeadPass, LogitTransform, Statistics, check_labels
-from alstlib.units import IGNORE
 
 
 class _TiledLoss(torch.autograd.Function):

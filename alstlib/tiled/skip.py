@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from alstlib.recompute import Values
+from alstlib.base.recompute import Values
 from alstlib.tiled.compute import TiledMLP, is_norm, tensors_of
 
 _HOOKS = (

@@ -25,12 +25,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from alstlib.base.units import IGNORE
 from alstlib.hf.attach import apply
 from alstlib.hf.handle import Handle
 from alstlib.hf.token_logps import OverRanks, token_logps
 from alstlib.trainers.trainer import TrainerMixin, without_adapters
 from alstlib.trainers.trainer_checks import check_preferences
-from alstlib.units import IGNORE
 
 PAIRS = "pairs"
 """Key of a micro-batch under which DPOTrainer finds the whole batch that its collator made."""

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from alstlib.base.mesh import SPContext
 from alstlib.data.shard import Batch, slice_of
-from alstlib.mesh import SPContext
 from alstlib.ulysses.alltoall import stripe, unstripe
 
 

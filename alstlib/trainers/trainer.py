@@ -31,14 +31,15 @@ from torch import Tensor, nn
 from torch.utils.data import RandomSampler
 from transformers.utils import TransformersKwargs
 
+from alstlib.base.mesh import SPContext
+from alstlib.base.options import Options
+from alstlib.base.units import IGNORE
 from alstlib.data.agreement import share_step
 from alstlib.data.shard import KEYS, SLICED, Batch
 from alstlib.hf.attach import apply
 from alstlib.hf.causal_lm_loss import causal_lm_loss
 from alstlib.hf.handle import Handle
 from alstlib.hf.token_logps import OverRanks
-from alstlib.mesh import SPContext
-from alstlib.options import Options
 from alstlib.tiled.loss import Look
 from alstlib.trainers.predictions import Shown
 from alstlib.trainers.sampling import SharedOrder, spread_neftune
@@ -49,7 +50,6 @@ from alstlib.trainers.trainer_checks import (
     check_liger,
     check_seeds,
 )
-from alstlib.units import IGNORE
 
 if TYPE_CHECKING:
     from transformers import Trainer as Base

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from alstlib.mesh import SPContext
-from alstlib.recompute import first_order
+from alstlib.base.mesh import SPContext
+from alstlib.base.recompute import first_order
 
 GLOO_TAKES_LISTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
 

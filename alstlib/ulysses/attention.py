@@ -17,16 +17,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from alstlib.base.mesh import SPContext
+from alstlib.base.recompute import Saved, first_order
+from alstlib.base.sizing import default_tile, kernel_device
 from alstlib.kernels.attention import row_tiles
 from alstlib.kernels.backends import Backend, choose_backend, of_user
 from alstlib.kernels.paged import add_sinks, sinks_backward
 from alstlib.kernels.rule import Attended, Rule
 from alstlib.kernels.spans import Documents, Offsets, once
-from alstlib.mesh import SPContext
-from alstlib.offload.checkpoints import Saved
-from alstlib.recompute import first_order
-from alstlib.sizing import kernel_device
-from alstlib.tiled.compute import default_tile
 from alstlib.ulysses.alltoall import Exchange
 from alstlib.ulysses.head_layouts import Layout, layout_of
 from alstlib.ulysses.head_split import Sample

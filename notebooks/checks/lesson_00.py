@@ -6,10 +6,10 @@ import torch
 from step_profiles import memory_profile
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from alstlib.config import RunConfig
+from alstlib.base.config import RunConfig
+from alstlib.base.units import format_bytes
 from alstlib.planner.model_shapes import read_shape
 from alstlib.planner.model_states import GRADIENTS, OPTIMIZER, WEIGHTS, Sizes, model_states
-from alstlib.units import format_bytes
 from checks import Exercise
 
 

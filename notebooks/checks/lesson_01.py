@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from alstlib.measure.ledger import Ledger
-from alstlib.reference import relative_error
+from alstlib.base.reference import relative_error
+from alstlib.base.units import format_bytes
+from alstlib.planner.measure.ledger import Ledger
 from alstlib.tiled.loss import tiled_logits_loss
-from alstlib.units import format_bytes
 from checks import Exercise
 
 Found = tuple[Tensor, Tensor, Tensor]

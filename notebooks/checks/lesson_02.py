@@ -9,10 +9,10 @@ from torch.nn.functional import silu
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from alstlib.measure.ledger import Ledger
-from alstlib.reference import relative_error
+from alstlib.base.reference import relative_error
+from alstlib.base.units import format_bytes
+from alstlib.planner.measure.ledger import Ledger
 from alstlib.tiled.compute import TiledMLP
-from alstlib.units import format_bytes
 from checks import Exercise
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from alstlib import reference
+from alstlib.base import reference
 from alstlib.ulysses.alltoall import whole_heads
 from checks import Exercise
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import alstlib
-from alstlib.measure.ledger import Ledger
-from alstlib.reference import relative_error
+from alstlib.base.reference import relative_error
+from alstlib.planner.measure.ledger import Ledger
 from checks import Exercise
 
 

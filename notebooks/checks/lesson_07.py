@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from alstlib import reference
+from alstlib.base import reference
 from alstlib.data.shard import shard_batch
 from checks import Exercise
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from alstlib.config import FIELDS
-from alstlib.reference import relative_error
+from alstlib.base.config import FIELDS
+from alstlib.base.reference import relative_error
 from checks import Exercise
 
 

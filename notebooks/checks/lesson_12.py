@@ -7,12 +7,12 @@ from dataclasses import replace
 from math import ceil
 from typing import Any
 
-from alstlib.config import RunConfig, row_config
+from alstlib.base.config import RunConfig, row_config
+from alstlib.base.units import GIB
 from alstlib.planner.fits import Moment
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import Shape, read_shape
 from alstlib.planner.prediction import longest, predict, states
-from alstlib.units import GIB
 from checks import Exercise
 
 G = 10**9

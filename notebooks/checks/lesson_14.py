@@ -2,9 +2,9 @@
 
 from types import SimpleNamespace
 
+from alstlib.base.reference import causal_mask
 from alstlib.hf.models import flos
 from alstlib.planner.model_shapes import read_shape
-from alstlib.reference import causal_mask
 from checks import Exercise
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from alstlib.reference import relative_error
+from alstlib.base.reference import relative_error
 
 from . import Exercise
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from alstlib.reference import relative_error
+from alstlib.base.reference import relative_error
 
 from . import Exercise
 
@@ -86,7 +86,7 @@ def _step(tokens: int, kv_heads: int, chunk: int, watch: Callable[[Any], None] |
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     import alstlib
-    from alstlib.measure.ledger import Ledger
+    from alstlib.planner.measure.ledger import Ledger
 
     torch.manual_seed(0)
     config = LlamaConfig(

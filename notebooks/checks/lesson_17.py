@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from alstlib.reference import relative_error
+from alstlib.base.reference import relative_error
 
 from . import Exercise
 
@@ -59,7 +59,7 @@ def hidden_rows(answer: Callable[[], Any]) -> str:
 
 def _fetched(tokens: int, chunk: int) -> int:
     """Elements that come to the device in backward: the lesson's model, chunk by chunk and page by page."""
-    from alstlib.sizing import page_rows
+    from alstlib.base.sizing import page_rows
 
     layers, width, heads, pair, page = 2, 128, 4, 128, page_rows(chunk, tokens)
     came = 3 * width * tokens  # around the layers

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from alstlib.reference import relative_error
-from alstlib.units import format_bytes
+from alstlib.base.reference import relative_error
+from alstlib.base.units import format_bytes
 
 from . import Exercise
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alstlib import reference
+from alstlib.base import reference
 
 from . import Exercise
 

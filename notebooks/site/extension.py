@@ -1,7 +1,7 @@
 """What Sphinx lacks for this site: links to files of the repository, pages that show them, formulas, docstrings.
 
-A link to a file or folder that is no page of the site (`../alstlib/config.py`, `../papermill_runs/specs`) leads to a
-page that shows it, and so does a code span that names one (`tests/tiled/test_tiled.py`).
+A link to a file or folder that is no page of the site (`../alstlib/base/config.py`, `../papermill_runs/specs`) leads
+to a page that shows it, and so does a code span that names one (`tests/tiled/test_tiled.py`).
 """
 
 from __future__ import annotations

@@ -12,15 +12,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from alstlib.config import PAPER_ROWS, Engine, Model, RunConfig, row_config
-from alstlib.options import Options
+from alstlib.base.config import PAPER_ROWS, Engine, Model, RunConfig, row_config
+from alstlib.base.options import Options
+from alstlib.base.units import GIB, format_seconds, format_tokens
 from alstlib.planner.gpus import label_bytes, rates_of
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import read_shape
 from alstlib.planner.prediction import longest, predict
 from alstlib.planner.question import CHUNK, SPARSE, Question
 from alstlib.planner.step_time import model_flops
-from alstlib.units import GIB, format_seconds, format_tokens
 
 FILE = Path("papermill_runs/results/planner/papers.json")
 PAGE = Path("notebooks/what_fits.md")

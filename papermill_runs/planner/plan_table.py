@@ -15,13 +15,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from alstlib.config import Data, Model, RunConfig, not_default
+from alstlib.base.config import Data, Model, RunConfig, not_default
+from alstlib.base.options import Options
 from alstlib.hf.configs import find_config
 from alstlib.hf.public_models import PUBLIC
-from alstlib.measure import small
-from alstlib.measure.simulate import simulate
-from alstlib.options import Options
 from alstlib.planner.activations import activations
+from alstlib.planner.measure import small
+from alstlib.planner.measure.simulate import simulate
 from alstlib.planner.model_shapes import read_shape
 
 FILE = Path("papermill_runs/results/planner/simulated.json")

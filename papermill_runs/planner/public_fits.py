@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from alstlib.config import RunConfig
+from alstlib.base.config import RunConfig
 from alstlib.hf.public_models import PUBLIC, SHAPES
 from alstlib.planner import fits
 
@@ -23,7 +23,7 @@ PROGRESS = Path("papermill_runs/out/public_fits.json")
 
 def again(entry: Mapping[str, Any]) -> dict[str, Any]:
     """What an entry asked, asked again of this code."""
-    from alstlib.measure.answers import answer
+    from alstlib.planner.measure.answers import answer
 
     if asked := entry.get("facts"):
         found = [answer("facts", asked)]

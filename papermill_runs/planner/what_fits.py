@@ -19,14 +19,14 @@ from typing import Any
 from public_fits import write
 
 import alstlib
-from alstlib.config import Model, RunConfig
+from alstlib.base.config import Model, RunConfig
+from alstlib.base.units import GIB, format_seconds
 from alstlib.hf.public_models import PUBLIC
 from alstlib.planner import fits
 from alstlib.planner.command import add_arguments, read
 from alstlib.planner.gpus import GPUS, Rates
 from alstlib.planner.question import CHUNK, WAYS, Question, trained_length
 from alstlib.planner.rendering import lacks, limit_in_short
-from alstlib.units import GIB, format_seconds
 
 FILE = Path("papermill_runs/results/planner/what_fits.json")
 COMMAND = "alst plan --model {model} --gpu {gpu} --gpus {gpus} --host-memory {host}"

@@ -22,13 +22,13 @@ import torch.distributed.nn
 from torch import Tensor, nn
 
 import alstlib
-from alstlib.config import RunConfig
+from alstlib.base.config import RunConfig
+from alstlib.base.options import check_names
 from alstlib.data.shard import WHOLE, shard_batch
 from alstlib.hf.loading import UnplacedModel, load_on_first, place
 from alstlib.offload.host_store import HostStore
-from alstlib.options import check_names
-from alstlib.train import operators
-from alstlib.train.engine import initialize
+from alstlib.runs.train import operators
+from alstlib.runs.train.engine import initialize
 
 OURS: dict[str, dict[str, Any]] = {
     "ours": {"save_attention": True},

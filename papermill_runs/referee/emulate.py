@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 import alstlib
-from alstlib.config import RunConfig
+from alstlib.base.config import RunConfig
+from alstlib.base.mesh import accelerator
 from alstlib.data.shard import WHOLE, shard_batch
 from alstlib.hf import models
 from alstlib.hf.models import flop_dimensions, load_model, model_config, put_liger
-from alstlib.measure.ledger import Ledger
-from alstlib.measure.simulate import decoder_layers
-from alstlib.mesh import accelerator
+from alstlib.planner.measure.ledger import Ledger
+from alstlib.planner.measure.simulate import decoder_layers
 from alstlib.planner.model_states import GATHERED, Sizes, model_states
-from alstlib.train.worker import Job, run_worker, wait_for
+from alstlib.runs.train.worker import Job, run_worker, wait_for
 
 
 def ballast(run: RunConfig, parameters: int, element_bytes: int) -> dict[str, int]:

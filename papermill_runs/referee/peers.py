@@ -27,19 +27,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from alstlib.config import RunConfig
+from alstlib.base.config import RunConfig
+from alstlib.base.reference import relative_error
+from alstlib.base.units import format_bytes
 from alstlib.hf import models
 from alstlib.hf.models import flop_dimensions, load_model, model_config
 from alstlib.hf.support import heads_of
 from alstlib.kernels.attention import attention_backward, attention_forward
 from alstlib.kernels.backends import choose_backend
 from alstlib.kernels.rule import Attended, Rule
-from alstlib.measure.ledger import Ledger
 from alstlib.offload.host_store import HostStore
+from alstlib.planner.measure.ledger import Ledger
 from alstlib.planner.search import longest_that_fits
-from alstlib.reference import relative_error
-from alstlib.train.worker import LONGEST_SECONDS, Job, begin, join, run_worker, timed
-from alstlib.units import format_bytes
+from alstlib.runs.train.worker import LONGEST_SECONDS, Job, begin, join, run_worker, timed
 
 EXACT_LENGTH = 512
 """Tokens of the sample on which gradients are compared with the oracle."""
@@ -248,7 +248,7 @@ class Comparison(Job):
         # On a CPU, processes are forked from one that has imported what they need. CUDA does not live through a fork.
         self.processes: Any = multiprocessing.get_context("spawn" if self.gpu else "forkserver")
         if not self.gpu:
-            self.processes.set_forkserver_preload(["deepspeed", "alstlib.train.worker"])
+            self.processes.set_forkserver_preload(["deepspeed", "alstlib.runs.train.worker"])
         self.started = 0
 
     @contextmanager

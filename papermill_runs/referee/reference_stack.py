@@ -30,12 +30,12 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from alstlib.config import RunConfig
+from alstlib.base.config import RunConfig
+from alstlib.base.sizing import TileRule
 from alstlib.hf.models import model_config
-from alstlib.measure.deep import Deep
-from alstlib.measure.scope import CHECKPOINTS, EXCHANGE, Places
-from alstlib.measure.simulate import Recording, Simulated, fake_ranks, moments_of, shard_of
-from alstlib.tiled.compute import TileRule
+from alstlib.planner.measure.deep import Deep
+from alstlib.planner.measure.scope import CHECKPOINTS, EXCHANGE, Places
+from alstlib.planner.measure.simulate import Recording, Simulated, fake_ranks, moments_of, shard_of
 
 FLASH = "reference"
 

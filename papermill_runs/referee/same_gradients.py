@@ -16,11 +16,11 @@ from unittest import mock
 import torch
 
 import alstlib
-from alstlib import sizing
+from alstlib.base import sizing
 from alstlib.hf.models import model_config
-from alstlib.measure.small import build
-from alstlib.measure.verify import compare, errors_of, plain, sample
-from alstlib.train.worker import Job, run_worker
+from alstlib.planner.measure.small import build
+from alstlib.planner.measure.verify import compare, errors_of, plain, sample
+from alstlib.runs.train.worker import Job, run_worker
 
 EXACT = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (1e-2, 5e-2)}
 """Largest relative error of the loss and of a gradient: another device adds in another order, and bf16 has 8 bits."""

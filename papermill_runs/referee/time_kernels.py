@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 
-from alstlib.config import RunConfig
+from alstlib.base.config import RunConfig
 from alstlib.hf.models import model_config
 from alstlib.hf.support import heads_of
 from alstlib.kernels.attention import attention_backward, attention_forward
 from alstlib.kernels.backends import BACKENDS, choose_backend
 from alstlib.kernels.rule import Attended, Rule
 from alstlib.runs.processes import die_with_parent, seconds_left
-from alstlib.train.worker import Job, run_worker, wait_for
+from alstlib.runs.train.worker import Job, run_worker, wait_for
 
 CHECKING = ("eager",)
 """Makes [S, S]: not timed."""

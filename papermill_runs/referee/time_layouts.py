@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 from alstlib import SPContext
-from alstlib.config import RunConfig
+from alstlib.base.config import RunConfig
 from alstlib.hf.models import model_config
 from alstlib.hf.support import heads_of
 from alstlib.kernels.spans import Offsets, document_spans
 from alstlib.runs.progress import Pace
-from alstlib.train.worker import Job, run_worker, timed
+from alstlib.runs.train.worker import Job, run_worker, timed
 from alstlib.ulysses.alltoall import whole_heads
 from alstlib.ulysses.attention import UlyssesAttention
 from alstlib.ulysses.head_split import area, balance

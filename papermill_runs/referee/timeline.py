@@ -18,8 +18,8 @@ from typing import Any
 from emulate import Emulation
 from torch.profiler import ProfilerActivity, profile
 
-from alstlib.train.worker import run_worker, wait_for
-from alstlib.units import format_bytes, format_seconds
+from alstlib.base.units import format_bytes, format_seconds
+from alstlib.runs.train.worker import run_worker, wait_for
 
 Spans = list[tuple[float, float]]
 """Beginnings and ends in order, without overlap. Microseconds."""

@@ -12,14 +12,14 @@ from operators import counted, error_of
 from transformers import AttentionInterface
 
 import alstlib
-from alstlib.config import RunConfig
+from alstlib.base.config import RunConfig
+from alstlib.base.mesh import SPContext
+from alstlib.base.reference import attention
 from alstlib.contrib.reference import seen_pages
 from alstlib.contrib.sparse import PageChoices, Sparse, select_pages
-from alstlib.measure.verify import in_full
-from alstlib.mesh import SPContext
+from alstlib.planner.measure.verify import in_full
 from alstlib.planner.model_shapes import read_shape
 from alstlib.planner.streaming import streaming_of
-from alstlib.reference import attention
 
 CHUNK, PAGE, LENGTH = 4, 8, 45
 SPARSE = Sparse(top=1, page=PAGE)

@@ -17,10 +17,10 @@ import triton.runtime.interpreter as interpreter
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import alstlib
-from alstlib.config import RunConfig
+from alstlib.base.config import RunConfig
+from alstlib.base.reference import relative_error
 from alstlib.data.shard import shard_batch
 from alstlib.hf import models
-from alstlib.reference import relative_error
 
 ROWS, CHUNK, MLP_TILE, NORM_TILE, LOSS_TILE = 24, 10, 7, 9, 8
 TILES = {"tiles": {"mlp": MLP_TILE, "loss": LOSS_TILE, "norm": NORM_TILE}}

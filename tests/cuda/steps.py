@@ -8,9 +8,9 @@ from fake import fake_cuda
 from torch import Tensor
 
 import alstlib
-from alstlib.config import RunConfig
+from alstlib.base.config import RunConfig
 from alstlib.hf.models import load_model
-from alstlib.measure.simulate import drop_gradients, fake_ranks, shard_of
+from alstlib.planner.measure.simulate import drop_gradients, fake_ranks, shard_of
 
 GEMMA = "google/gemma-2-9b"
 

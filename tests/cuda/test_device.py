@@ -10,8 +10,8 @@ import torch.distributed as dist
 from cases import check_refused
 from fake import fake_cuda
 
-from alstlib.train import worker
-from alstlib.train.engine import reserve_adam_state
+from alstlib.runs.train import worker
+from alstlib.runs.train.engine import reserve_adam_state
 
 
 def on_cuda(*shape):

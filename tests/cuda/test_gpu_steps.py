@@ -10,7 +10,7 @@ import pytest
 import yaml
 from test_repository import program
 
-from alstlib.config import RunConfig
+from alstlib.base.config import RunConfig
 from alstlib.planner import devices
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import read_shape

@@ -9,10 +9,10 @@ from fake import KERNELS as COUNTED
 from fake import fake_cuda
 from operators import attend, attend_by_heads, exchanged
 
+from alstlib.base.mesh import join_fake
 from alstlib.kernels.attention import attention_backward, attention_forward
 from alstlib.kernels.backends import BACKENDS, choose_backend
 from alstlib.kernels.rule import Attended, Rule
-from alstlib.mesh import join_fake
 from alstlib.ulysses.alltoall import Exchange
 from alstlib.ulysses.head_layouts import SplitRows, layout_of
 from alstlib.ulysses.head_split import Sample

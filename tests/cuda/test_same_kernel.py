@@ -12,14 +12,14 @@ from quick_steps import quick  # noqa: F401
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import alstlib
-from alstlib.config import RunConfig
-from alstlib.measure.simulate import simulate
+from alstlib.base.config import RunConfig
+from alstlib.base.sizing import kernels_as_on, sdpa_kernel
 from alstlib.planner.activations import kernel_workspace
 from alstlib.planner.gpus import GPUS, rates_of
 from alstlib.planner.machine import Machine
+from alstlib.planner.measure.simulate import simulate
 from alstlib.planner.model_shapes import read_shape
 from alstlib.planner.prediction import predict
-from alstlib.sizing import kernels_as_on, sdpa_kernel
 from alstlib.ulysses.attention import UlyssesAttention
 
 

@@ -17,11 +17,11 @@ from operators import counted
 from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler
 
+from alstlib.base.mesh import SPContext
+from alstlib.base.reference import shift
 from alstlib.data.loader import SPDataLoader
 from alstlib.data.shard import SLICED, shard_batch
-from alstlib.mesh import SPContext
-from alstlib.reference import shift
-from alstlib.train.ablation import SampleOrder
+from alstlib.runs.train.ablation import SampleOrder
 
 
 class Rows(list):

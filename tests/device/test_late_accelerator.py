@@ -16,17 +16,17 @@ from mutate import mutated
 from torch.distributed.device_mesh import DeviceMesh
 
 import alstlib
-from alstlib.config import RunConfig
+from alstlib.base.config import RunConfig
 from alstlib.data.loader import SPDataLoader
 from alstlib.hf.zero_config import zero_config
-from alstlib.measure.ledger import Ledger, ran_out
 from alstlib.offload.courier import Courier
 from alstlib.offload.headroom import SHARE, device_memory
 from alstlib.offload.host_store import HostStore, Ticket
+from alstlib.planner.measure.ledger import Ledger, ran_out
 from alstlib.planner.model_shapes import read_shape
-from alstlib.train import worker
-from alstlib.train.engine import initialize
-from alstlib.train.state import RunStates
+from alstlib.runs.train import worker
+from alstlib.runs.train.engine import initialize
+from alstlib.runs.train.state import RunStates
 
 MIB = 2**20
 RUN = """
@@ -319,7 +319,7 @@ def trained(rank, world, out, budget):
 
     from alstlib.hf import loading, models
     from alstlib.runs import results
-    from alstlib.train import ablation
+    from alstlib.runs.train import ablation
 
     accelerator.install()
     run = run_with(RUN, {"device_memory": budget, "tiles": {"mlp": 64, "loss": 64}, "steps": 3})
@@ -333,7 +333,7 @@ def trained(rank, world, out, budget):
     with (
         mock.patch.dict(os.environ, TORCHELASTIC_RUN_ID="late"),
         mock.patch.object(ablation, "load_on_first", load),
-        mock.patch("alstlib.train.engine.place"),
+        mock.patch("alstlib.runs.train.engine.place"),
         contextlib.suppress(torch.OutOfMemoryError),
     ):
         worker.work(run, out, ablation.AblationRun)

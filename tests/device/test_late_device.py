@@ -12,8 +12,8 @@ from device.module import NEVER, device, extension, late
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
+from alstlib.base.mesh import SPContext
 from alstlib.data.agreement import Agreement
-from alstlib.mesh import SPContext
 
 
 def refusals(rank, world):

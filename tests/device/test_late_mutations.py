@@ -15,7 +15,7 @@ from matrix import Case
 from mutate import changed, mutated
 
 import alstlib
-from alstlib import recompute
+from alstlib.base import recompute
 from alstlib.data.loader import SPDataLoader
 from alstlib.hf import block_step, causal_lm_loss, layer_runner
 from alstlib.linear import adapter, convolution, pass_state

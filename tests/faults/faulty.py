@@ -6,8 +6,8 @@ from concurrent import futures
 
 import torch
 
-from alstlib.train import ablation
-from alstlib.train.worker import run_worker
+from alstlib.runs.train import ablation
+from alstlib.runs.train.worker import run_worker
 
 AT, RANK = 2, 1
 

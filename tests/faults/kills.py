@@ -41,8 +41,10 @@ MOMENTS = ("command", "notebook", "torchrun", "loading", "engine", *(f"{STEP}{n}
 VICTIMS = ("command", "kernel", "torchrun", "rank", "all")
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 WORDS = {
-    "kernel": "ipykernel_launcher", "torchrun": "alstlib.train.agent", "rank": "-m alstlib.train.ablation --config",
-}  # fmt: skip
+    "kernel": "ipykernel_launcher",
+    "torchrun": "alstlib.runs.train.agent",
+    "rank": "-m alstlib.runs.train.ablation --config",
+}
 
 
 HEADING = "| run | moment | who | signal | exit status | alst status | nothing left after | |\n|" + "---|" * 8

@@ -2,12 +2,12 @@
 
 import pytest
 
-from alstlib.config import RunConfig, row_config
+from alstlib.base.config import RunConfig, row_config
+from alstlib.base.units import format_tokens
 from alstlib.figures import plots, widgets
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import read_shape
 from alstlib.planner.prediction import longest
-from alstlib.units import format_tokens
 
 
 def draw(ranks, heads):

@@ -42,10 +42,10 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from zoo import small
 
 import alstlib
+from alstlib.base.mesh import SPContext
 from alstlib.data.shard import shard_batch
 from alstlib.hf import attach as attaching
 from alstlib.kernels.backends import BACKENDS
-from alstlib.mesh import SPContext
 from alstlib.tiled.compute import TiledMLP
 from alstlib.tiled.logits import LogitTransform
 

@@ -14,8 +14,8 @@ from cases import (
 from matrix import Average
 
 import alstlib
+from alstlib.base.mesh import SPContext
 from alstlib.data.shard import shard_batch
-from alstlib.mesh import SPContext
 
 LENGTH = 12
 OPTIONS = {"tiles": {"mlp": 5, "loss": 7, "norm": True}, "save_attention": True}

@@ -23,9 +23,8 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssDecoderLayer
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 import alstlib
+from alstlib.base.sizing import TILE_BYTES, tiles_as_on
 from alstlib.hf.experts import TiledExperts
-from alstlib.sizing import TILE_BYTES
-from alstlib.tiled.compute import as_on
 
 THREE = {"mlp": 3, "loss": True, "norm": True}
 HOW = {
@@ -125,7 +124,7 @@ def test_the_default_tile_takes_no_more_than_the_block_untiled(dtype, worth):
 
     ours = TiledExperts(block, None)
     peak(9, ours)
-    with as_on(lambda width, element_bytes: 1):  # tiles as small as they may be
+    with tiles_as_on(lambda width, element_bytes: 1):  # tiles as small as they may be
         for rows in (worth // 2, 2 * worth, 2 * worth + 1, 8 * worth):
             assert peak(rows, ours) <= peak(rows, block) + 2 * rows * 32 * dtype.itemsize, rows
         assert peak(8 * worth, ours) < 0.5 * peak(8 * worth, block)

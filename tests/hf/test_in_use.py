@@ -23,7 +23,7 @@ from cases import (
 from operators import error_of, randn
 
 import alstlib
-from alstlib.reference import relative_error, shift
+from alstlib.base.reference import relative_error, shift
 from alstlib.ulysses.attention import UlyssesAttention
 
 HOW = {"on": ALL_ON, "chunk": {**ALL_ON, "chunk": 5}, "off": ALL_OFF}

@@ -10,10 +10,10 @@ from operators import error_of, randn
 from torch import nn
 
 import alstlib
+from alstlib.base.mesh import SPContext
+from alstlib.base.reference import relative_error, shift
 from alstlib.data.shard import shard_batch
 from alstlib.hf.inputs import take_call
-from alstlib.mesh import SPContext
-from alstlib.reference import relative_error, shift
 
 ONE = SPContext()
 SECOND = SPContext(sp=2, sp_rank=1)

@@ -23,8 +23,8 @@ from cases import (
 )
 
 import alstlib
+from alstlib.base.sizing import kept_on_host
 from alstlib.offload.host_store import HostOutOfMemory
-from alstlib.sizing import kept_on_host
 
 LENGTH, WIDTH, HEADS, LAYERS = 64, 32, 4, 5
 INPUT = LENGTH * WIDTH * 4

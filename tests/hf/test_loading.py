@@ -7,12 +7,12 @@ import pytest
 import torch
 from cases import by_own_names, make_model, same
 
-from alstlib.config import RunConfig
+from alstlib.base.config import RunConfig
 from alstlib.hf.loading import load_on_first, place
 from alstlib.hf.models import load_model
 from alstlib.hf.saving import full_weights
 from alstlib.hf.zero_config import engine_config
-from alstlib.measure.ledger import Ledger, storage_bytes
+from alstlib.planner.measure.ledger import Ledger, storage_bytes
 
 
 def config_of(stage, **changes):

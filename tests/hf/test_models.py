@@ -8,10 +8,10 @@ from cases import check_refused, make_model, same
 from cases import config as case_config
 from transformers import AutoModelForCausalLM
 
-from alstlib.config import RunConfig
+from alstlib.base.config import RunConfig
+from alstlib.base.options import Options
 from alstlib.hf import models
 from alstlib.hf.models import flop_dimensions, load_model, model_config, put_liger
-from alstlib.options import Options
 
 
 def test_overrides_and_unknown_fields():

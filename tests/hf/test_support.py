@@ -17,7 +17,7 @@ import zoo
 from cases import ALL_ON, attach, on_ranks, sample_of, small_pages, step, step_errors
 
 import alstlib
-from alstlib.measure.verify import plain
+from alstlib.planner.measure.verify import plain
 from alstlib.runs.results import git_state
 
 OPTIONS = {

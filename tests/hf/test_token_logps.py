@@ -13,10 +13,10 @@ from test_block_step import PACKED, sample
 from torch import nn
 
 import alstlib
-from alstlib import reference
+from alstlib.base import reference
+from alstlib.base.reference import relative_error
 from alstlib.data.shard import shard_batch
-from alstlib.measure.verify import in_full
-from alstlib.reference import relative_error
+from alstlib.planner.measure.verify import in_full
 
 HOST = {"offload": "sync", "chunk": 4, "on_host": "hidden+kv"}
 OPTIONS = [

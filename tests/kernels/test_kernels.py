@@ -13,13 +13,13 @@ from operators import EXACT, attend, error_of, exchanged, leaf, randn, worst
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from alstlib import reference
+from alstlib.base import reference
+from alstlib.base.options import Kernel
 from alstlib.kernels import attention
 from alstlib.kernels.backends import BACKENDS, PACKAGES, choose_backend
 from alstlib.kernels.paged import HeadPart, sinks_backward
 from alstlib.kernels.rule import Rule
-from alstlib.measure.ledger import Ledger
-from alstlib.options import Kernel
+from alstlib.planner.measure.ledger import Ledger
 from alstlib.ulysses.attention import row_delta
 
 pytestmark = pytest.mark.usefixtures("unwritten_is_nan")

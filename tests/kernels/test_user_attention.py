@@ -7,7 +7,7 @@ import zoo
 from cases import attach, check_refused, make_model
 
 import alstlib
-from alstlib import reference
+from alstlib.base import reference
 from alstlib.kernels.backends import of_user
 
 

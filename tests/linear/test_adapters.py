@@ -15,7 +15,7 @@ from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.qwen3_next import modeling_qwen3_next
 
-from alstlib import reference
+from alstlib.base import reference
 from alstlib.linear.adapter import takes
 from alstlib.linear.adapters.gated_delta import GatedDelta
 from alstlib.linear.adapters.mamba2 import Mamba2

@@ -15,8 +15,8 @@ import alstlib
 from alstlib.data.shard import shard_batch
 from alstlib.hf.support import check_model
 from alstlib.linear.adapters import ADAPTERS, adapter_of, mixers_of
-from alstlib.measure import verify
-from alstlib.measure.ledger import Ledger
+from alstlib.planner.measure import verify
+from alstlib.planner.measure.ledger import Ledger
 
 WHOLE = [[[144]]]
 """More than one block of 64 tokens of the gated delta rule on each of two ranks."""

@@ -9,7 +9,8 @@ from cases import on_ranks
 from operators import gradients, leaf, nan_memory, randn, worst
 from torch import nn
 
-from alstlib import SPContext, reference
+from alstlib import SPContext
+from alstlib.base import reference
 from alstlib.kernels.spans import Offsets
 from alstlib.linear.adapters.gated_delta import GatedDeltaRule
 from alstlib.linear.adapters.lightning import decayed_attention

@@ -8,14 +8,14 @@ import pytest
 import torch
 import transformers
 
-from alstlib.config import RunConfig
+from alstlib.base.config import RunConfig
 from alstlib.hf.models import load_model
-from alstlib.measure import answers, simulate
-from alstlib.measure.deep import Deep
-from alstlib.measure.small import shrunk
 from alstlib.planner import fits, preflight
 from alstlib.planner.activations import activations
 from alstlib.planner.fits import StepQuestion, lines_at
+from alstlib.planner.measure import answers, simulate
+from alstlib.planner.measure.deep import Deep
+from alstlib.planner.measure.small import shrunk
 from alstlib.planner.model_shapes import read_shape
 from alstlib.planner.question import Question
 

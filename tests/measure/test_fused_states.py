@@ -8,8 +8,8 @@ from transformers.models.bamba import modeling_bamba
 from transformers.models.jamba import modeling_jamba
 from transformers.models.qwen3_next import modeling_qwen3_next
 
-from alstlib.measure import fused_states
-from alstlib.measure.ledger import Ledger
+from alstlib.planner.measure import fused_states
+from alstlib.planner.measure.ledger import Ledger
 
 ROWS, HEADS, KEYS = 256, 4, 16
 

@@ -7,7 +7,7 @@ from step_profiles import PHASES, memory_profile, time_profile
 
 import alstlib
 from alstlib.figures import step_plots
-from alstlib.measure.ledger import Ledger
+from alstlib.planner.measure.ledger import Ledger
 from alstlib.planner.model_states import GRADIENTS, OPTIMIZER, WEIGHTS
 
 LENGTH, VOCAB = 96, 512

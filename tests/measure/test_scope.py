@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from alstlib.measure.scope import ATTENTION, EXCHANGE, HIDDEN, LOSS, MLP, ROOT, Places, category
-from alstlib.measure.simulate import Recording
+from alstlib.planner.measure.scope import ATTENTION, EXCHANGE, HIDDEN, LOSS, MLP, ROOT, Places, category
+from alstlib.planner.measure.simulate import Recording
 
 
 def test_categories_of_paths():

@@ -12,9 +12,9 @@ import transformers
 import yaml
 from cases import ROOT, lines_of, on_ranks, values_of, worst_error
 
-from alstlib.measure import small, verify
-from alstlib.measure.deep import kinds_of_layers
-from alstlib.measure.simulate import decoder_layers
+from alstlib.planner.measure import small, verify
+from alstlib.planner.measure.deep import kinds_of_layers
+from alstlib.planner.measure.simulate import decoder_layers
 from alstlib.runs import verify as command
 
 COMMON = {"vocab_size": 128_000, "max_position_embeddings": 131_072, "eos_token_id": [127_000, 127_001]}

@@ -14,10 +14,10 @@ from test_ledger import OPTIONS as MORE_OPTIONS
 from torch import Tensor, nn
 
 import alstlib
-from alstlib.measure.ledger import Ledger
 from alstlib.offload import host_store
 from alstlib.offload.checkpoints import checkpoint
 from alstlib.offload.host_store import HostOutOfMemory, HostStore
+from alstlib.planner.measure.ledger import Ledger
 
 MODES = ["none", "sync", "async"]
 

@@ -9,8 +9,8 @@ from cases import attach, batch, check_step, make_model, step, train
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from alstlib.measure.ledger import DeviceOutOfMemory, Ledger, ran_out, storage_bytes
 from alstlib.offload.host_store import HostStore
+from alstlib.planner.measure.ledger import DeviceOutOfMemory, Ledger, ran_out, storage_bytes
 
 MIB = 2**20
 SHAPE = {

@@ -11,12 +11,12 @@ import pytest
 from cases import lines_of, values_of
 from quick_steps import asked, quick  # noqa: F401
 
+from alstlib.base.units import GIB, format_bytes, format_seconds
 from alstlib.hf.models import flos
 from alstlib.hf.public_models import PUBLIC, TRAINED
 from alstlib.planner import fits, rendering, tables
 from alstlib.planner.gpus import rates_of
 from alstlib.planner.machine import read_machine
-from alstlib.units import GIB, format_bytes, format_seconds
 
 EIGHT = "--model meta-llama/Llama-3.1-8B --gpus 8 --gpu-memory 80GB --host-memory 1.9TB"
 

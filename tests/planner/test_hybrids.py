@@ -10,11 +10,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import alstlib
-from alstlib.config import RunConfig
-from alstlib.measure.simulate import fake_ranks, shard_of
+from alstlib.base.config import RunConfig
 from alstlib.planner.command import as_json
 from alstlib.planner.gpus import rates_of
 from alstlib.planner.machine import Machine
+from alstlib.planner.measure.simulate import fake_ranks, shard_of
 from alstlib.planner.model_shapes import read_shape
 from alstlib.planner.prediction import predict
 from alstlib.planner.question import NOTE

@@ -5,7 +5,7 @@ import json
 import papers
 import pytest
 
-from alstlib.config import PAPER_ROWS
+from alstlib.base.config import PAPER_ROWS
 
 COMMITTED = json.loads(papers.FILE.read_text())
 TABLES = COMMITTED["tables"]

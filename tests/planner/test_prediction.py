@@ -7,8 +7,10 @@ import pytest
 from cases import ROOT
 from quick_steps import quick  # noqa: F401
 
-from alstlib.config import PAPER_ROWS, ROWS, RunConfig, row_config
-from alstlib.options import Options
+from alstlib.base.config import PAPER_ROWS, ROWS, RunConfig, row_config
+from alstlib.base.options import Options
+from alstlib.base.sizing import kv_needed
+from alstlib.base.units import GIB
 from alstlib.planner import devices
 from alstlib.planner.gpus import label_bytes, rates_of
 from alstlib.planner.machine import Machine, Overheads, machine_of
@@ -20,8 +22,6 @@ from alstlib.planner.step_time import exchange_bytes, linear_flops
 from alstlib.planner.streaming import least_chunk
 from alstlib.runs import results
 from alstlib.runs.sweeps import load_spec
-from alstlib.sizing import kv_needed
-from alstlib.units import GIB
 
 EIGHT_B = read_shape("meta-llama/Llama-3.1-8B")
 OURS = row_config("ours", RunConfig(model={"name": EIGHT_B.name, "dtype": "bf16"}, engine={"sp": 0})).replace(
@@ -165,7 +165,7 @@ def test_labels_are_not_bytes():
 @pytest.mark.parametrize("ranks", [2, 8, 16])
 @pytest.mark.parametrize("how", [{"save_attention": True}, {"save_attention": False}, {"checkpoint": False}], ids=str)
 def test_the_exchange_is_that_of_a_simulated_step(how, ranks):
-    from alstlib.measure.simulate import simulate
+    from alstlib.planner.measure.simulate import simulate
 
     heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 32, "num_hidden_layers": 2}
     model = {"name": "tiny", "config": heads, "dtype": "bf16"}

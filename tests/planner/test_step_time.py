@@ -8,7 +8,7 @@ import yaml
 from layer_timeline import COMPUTE, COPIES, EXCHANGE, STATES, layer_spans
 from quick_steps import quick  # noqa: F401
 
-from alstlib.config import RunConfig, row_config
+from alstlib.base.config import RunConfig, row_config
 from alstlib.figures import step_plots
 from alstlib.planner.activations import activations, kernel_of
 from alstlib.planner.gpus import rates_of

@@ -7,9 +7,9 @@ import pytest
 import what_fits
 from quick_steps import quick  # noqa: F401
 
+from alstlib.base.units import format_seconds
 from alstlib.planner import fits
 from alstlib.planner.gpus import GPUS
-from alstlib.units import format_seconds
 
 SMALL = "meta-llama/Llama-3.2-1B"
 

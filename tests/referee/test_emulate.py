@@ -11,13 +11,13 @@ from cases import check_refused, run_with, sample_of, train
 from emulate import ballast
 
 import alstlib
-from alstlib.config import RunConfig
+from alstlib.base.config import RunConfig
 from alstlib.data.shard import shard_batch
 from alstlib.hf import models
 from alstlib.hf.models import load_model
-from alstlib.measure.ledger import Ledger
+from alstlib.planner.measure.ledger import Ledger
 from alstlib.runs.launch import launch
-from alstlib.train import worker
+from alstlib.runs.train import worker
 
 RANKS = 4
 RUN = """

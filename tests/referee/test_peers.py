@@ -13,8 +13,8 @@ from cases import values_of
 from operators import error_of
 from peers import Counts, floor_step, peak_over_start
 
-from alstlib.config import RunConfig
-from alstlib.measure.ledger import storage_bytes
+from alstlib.base.config import RunConfig
+from alstlib.planner.measure.ledger import storage_bytes
 from alstlib.runs import results
 from alstlib.runs.launch import launch
 from alstlib.ulysses.alltoall import Exchange

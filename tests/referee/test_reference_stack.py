@@ -6,8 +6,8 @@ import pytest
 import reference_stack
 from reference_stack import ReferenceStack
 
-from alstlib.config import RunConfig
-from alstlib.options import Options
+from alstlib.base.config import RunConfig
+from alstlib.base.options import Options
 
 SMALL = {
     "vocab_size": 131, "hidden_size": 32, "intermediate_size": 97, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -3,8 +3,8 @@
 import pytest
 from same_gradients import SameGradients
 
-from alstlib.config import RunConfig, row_config
-from alstlib.measure import verify
+from alstlib.base.config import RunConfig, row_config
+from alstlib.planner.measure import verify
 
 
 def test_a_gradient_that_is_off_by_a_tenth_is_found(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from alstlib.config import RunConfig
+from alstlib.base.config import RunConfig
 from alstlib.runs import launch, results
 from alstlib.runs.processes import answer_where
 

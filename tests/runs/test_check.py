@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 from cases import check_refused
 
-from alstlib.config import RunConfig
+from alstlib.base.config import RunConfig
 from alstlib.planner.gpus import rates_of
 from alstlib.planner.machine import read_machine
 from alstlib.planner.model_shapes import read_shape
@@ -19,7 +19,7 @@ GIB = 2**30
 
 
 def measure(rank, world, out):
-    from alstlib.train import machine_rates
+    from alstlib.runs.train import machine_rates
 
     small = {"LENGTH": {"cpu": 64}, "ROWS": {"cpu": 16}, "MESSAGE": {"cpu": 4096}, "WEIGHTS": {"cpu": 1000}}
     run = RunConfig(model={"name": "tiny"}, engine={"world_size": world, "sp": world})
@@ -92,7 +92,7 @@ def test_what_looks_wrong_is_named(changes, says):
 
 
 def test_the_numa_node_of_a_gpu(monkeypatch, tmp_path):
-    from alstlib.train import machine_rates
+    from alstlib.runs.train import machine_rates
 
     gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: gpu)

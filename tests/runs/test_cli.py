@@ -20,7 +20,7 @@ from cases import check_refused, lines_of, make_file, wait_for
 from nbformat.v4 import new_code_cell, new_notebook
 from test_launch import PATHS, processes_of, result_of, with_gpus
 
-from alstlib.config import ROWS, RunConfig
+from alstlib.base.config import ROWS, RunConfig
 from alstlib.runs import cli, launch, locks, notebooks, processes, progress, results, status, workers
 
 TESTS = Path(__file__).parent
@@ -337,7 +337,7 @@ rows: [{model.name: tiny}]        -> must have a name that no other row has
 rows: []                          -> rows=[] must be a list of at least one row
 {rows: null, base: {}}            -> must be a list of at least one row
 notebook: spec.yaml               -> Notebook does not appear to be JSON
-{base: {data.allow_dropped: true}, parameters: {}} -> data.allow_dropped=True is a field of the worker alstlib.train.f
+{base: {data.allow_dropped: true}, parameters: {}} -> data.allow_dropped=True is a field of the worker alstlib.runs.trai
 notebook: rnu.ipynb               -> notebook='rnu.ipynb'
 parameters: {worker: w.py}        -> worker='w.py'
 parameters: {wroker: w}           -> unknown parameter of run.ipynb 'wroker'; did you mean 'worker'?

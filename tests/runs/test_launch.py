@@ -19,7 +19,7 @@ import pytest
 import torch
 from cases import check_refused, lines_of, make_file, reads_proc, run_with, values_of, wait_for
 
-from alstlib.config import RunConfig, row_config
+from alstlib.base.config import RunConfig, row_config
 from alstlib.planner import devices, preflight
 from alstlib.runs import launch, locks, processes, progress, results, torchrun
 from alstlib.runs.cluster import JOB_END_VARIABLE, MARGIN_SECONDS
@@ -194,7 +194,7 @@ def test_signals_to_papermill_leave_nothing_behind(tmp_path):
     outs = {name: tmp_path / name for name in ("SIGINT", "SIGKILL", "both")}
     commands = {name: papermill(f"{out}.ipynb", "-p", "out", str(out), *hangs) for name, out in outs.items()}
     with hanging(tmp_path, commands) as runs:
-        (agent,) = pids_of(outs["both"], "alstlib.train.agent")
+        (agent,) = pids_of(outs["both"], "alstlib.runs.train.agent")
         kernel = psutil.Process(agent).ppid()
         os.kill(agent, signal.SIGSTOP)  # or it would end its ranks before it is killed
         for pid in (kernel, agent):
@@ -211,7 +211,7 @@ def test_torchrun_that_is_ended_from_outside(tmp_path, number):
     """Also where a rank that loses the other still writes an error."""
     run = in_thread("hang" if number == signal.SIGKILL else "hang_then_explain", tmp_path)
     assert wait_for((tmp_path / "started.1").exists)
-    os.kill(pids_of(tmp_path, "alstlib.train.agent")[0], number)
+    os.kill(pids_of(tmp_path, "alstlib.runs.train.agent")[0], number)
     result = run.exception(200).result
     assert result == result_of(tmp_path)
     assert result["status"] == "cancelled"

@@ -17,7 +17,7 @@ import yaml
 from cases import check_refused, lines_of, listening, make_file, reads_proc, values_of, wait_for
 from test_launch import PATHS, hanging, in_thread, processes_of, result_of, start, with_gpus
 
-from alstlib import sizing
+from alstlib.base import sizing
 from alstlib.runs import cli, cluster, launch, processes, results, torchrun
 
 TWICE = shlex.join([sys.executable, str(Path(__file__).with_name("twice.py"))])
@@ -215,7 +215,7 @@ def test_who_ends_leaves_nothing_on_any_node(tmp_path):
     tell them."""
     code = """
 import sys
-from alstlib.config import RunConfig
+from alstlib.base.config import RunConfig
 from alstlib.runs import launch
 run = RunConfig(model={"config": {"fake": "hang"}}, engine={"world_size": 2})
 launch.launch(run, sys.argv[1], worker="fake_worker")"""
@@ -384,7 +384,7 @@ def test_a_sweep_whose_time_is_up_can_be_repeated(tmp_path, monkeypatch, alst, s
 
 
 def test_ranks_are_bound_next_to_their_gpus(tmp_path, monkeypatch):
-    from alstlib.train import agent
+    from alstlib.runs.train import agent
 
     for name in ("node0", "node1", "possible"):
         (tmp_path / name).mkdir()

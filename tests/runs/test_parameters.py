@@ -10,7 +10,7 @@ import yaml
 from cases import ROOT, check_refused, lines_of
 from test_launch import papermill, result_of
 
-from alstlib.config import RunConfig, not_default, row_config, value_of
+from alstlib.base.config import RunConfig, not_default, row_config, value_of
 from alstlib.runs.parameters import Parameters
 
 

@@ -204,7 +204,7 @@ Current thread 0x00007f1 (most recent call first):
 READS = '  File "/lib/python3/ssl.py", line 9 in recv\n  File "/there/alstlib/data/prefetch.py", line 60 in read\n'
 WAITS = """  File "/lib/torch/distributed/distributed_c10d.py", line 2 in all_reduce
   File "/there/alstlib/data/loader.py", line 190 in _all_reduce
-  File "/there/alstlib/train/ablation.py", line 20 in steps
+  File "/there/alstlib/runs/train/ablation.py", line 20 in steps
 """
 
 
@@ -261,7 +261,7 @@ def test_the_rank_that_failed_first(tmp_path, ended, kind, says):
 
 def test_the_error_of_a_rank_is_what_torchs_record_wrote(tmp_path, monkeypatch):
     """It raised before it could write a result."""
-    from alstlib.train import worker
+    from alstlib.runs.train import worker
 
     monkeypatch.setattr(worker, "begin", lambda: 1 / 0)
     monkeypatch.setattr(sys, "argv", ["worker", "--config", "config.json", "--out", str(tmp_path)])

@@ -9,7 +9,7 @@ import pytest
 import rich.console
 import yaml
 
-from alstlib.config import RunConfig
+from alstlib.base.config import RunConfig
 from alstlib.figures import plots
 from alstlib.runs import report, results
 from alstlib.runs.sweeps import load_spec, write_record

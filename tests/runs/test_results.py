@@ -11,10 +11,10 @@ import pytest
 import yaml
 from cases import check_refused, lines_of
 
-from alstlib.config import RunConfig
+from alstlib.base.config import RunConfig
+from alstlib.base.units import format_bytes, format_seconds, format_tokens, parse_quantity
 from alstlib.hf import models
 from alstlib.runs import results
-from alstlib.units import format_bytes, format_seconds, format_tokens, parse_quantity
 
 CONFIG = RunConfig(row="alst", engine={"world_size": 2, "sp": 2})
 

@@ -5,7 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-from alstlib.config import RunConfig
+from alstlib.base.config import RunConfig
 from alstlib.runs import locks, results
 from alstlib.runs.processes import die_with_parent, seconds_left
 from alstlib.runs.progress import Progress

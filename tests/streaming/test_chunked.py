@@ -7,9 +7,9 @@ from cases import attach, batch, check_refused, make_model, passes, peak, step
 from operators import error_of
 from torch import nn
 
+from alstlib.base.mesh import SPContext
 from alstlib.hf.pass_state import PassState, StepInputs
 from alstlib.kernels import paged
-from alstlib.mesh import SPContext
 from alstlib.offload.host_store import HostStore
 from alstlib.streaming.chunked import Stream
 

@@ -9,10 +9,10 @@ from cases import VOCAB, attach, batch, check_step, make_model, peak, plain_step
 from torch import nn
 
 import alstlib
+from alstlib.base.recompute import check_thread
+from alstlib.base.sizing import kept_on_host
 from alstlib.offload import headroom
 from alstlib.offload.host_store import HostOutOfMemory
-from alstlib.recompute import check_thread
-from alstlib.sizing import kept_on_host
 
 LENGTH, CHUNK, LAYERS, WIDTH = 22, 4, 4, 32
 ROW = LENGTH * WIDTH * 4

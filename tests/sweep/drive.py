@@ -25,7 +25,7 @@ import table  # noqa: E402
 import transformers  # noqa: E402
 from conftest import RankPool  # noqa: E402
 
-from alstlib.measure import verify  # noqa: E402
+from alstlib.planner.measure import verify  # noqa: E402
 
 OUT = TESTS.parent / "papermill_runs" / "out" / "sweep"
 NAME = f"sweep-{transformers.__version__}.jsonl"

@@ -1,5 +1,5 @@
 """One type judged on one rank: loss and every gradient against plain transformers, for whole and packed samples and for
-every set of options; or the refusal. It is `alst verify`'s comparison (`alstlib.measure.verify`)."""
+every set of options; or the refusal. It is `alst verify`'s comparison (`alstlib.planner.measure.verify`)."""
 
 import functools
 from unittest import mock
@@ -8,8 +8,8 @@ import small
 import torch
 
 import alstlib
-from alstlib import sizing
-from alstlib.measure import verify
+from alstlib.base import sizing
+from alstlib.planner.measure import verify
 
 TILES = {"tiles": {"mlp": 5, "loss": 7, "norm": 6}}
 OPTIONS = {

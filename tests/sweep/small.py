@@ -1,5 +1,5 @@
 """A small model of every type that transformers' AutoModelForCausalLM knows: the type's own config, shrunk as `alst
-verify` does (`alstlib.measure.small`), with few heads. What a type needs besides is in `ALSO`."""
+verify` does (`alstlib.planner.measure.small`), with few heads. What a type needs besides is in `ALSO`."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import transformers
 import yaml
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from alstlib.measure.small import HEADS, WIDTHS, build, first_of_each, kinds_in_lists, named, shrunk
+from alstlib.planner.measure.small import HEADS, WIDTHS, build, first_of_each, kinds_in_lists, named, shrunk
 
 TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 SIZES = {

@@ -20,8 +20,8 @@ from operators import (
 )
 from torch import Tensor, nn
 
-from alstlib import reference
-from alstlib.measure.ledger import Ledger
+from alstlib.base import reference
+from alstlib.planner.measure.ledger import Ledger
 from alstlib.tiled.logits import LogitTransform, Statistics
 from alstlib.tiled.loss import TiledHead, tiled_logits_loss
 

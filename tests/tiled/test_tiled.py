@@ -12,10 +12,10 @@ from transformers import GPT2Config, LlamaConfig
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from alstlib.measure.ledger import Ledger
-from alstlib.recompute import Pass, entered
-from alstlib.sizing import TILE_BYTES
-from alstlib.tiled.compute import TiledMLP, TiledNorm, default_tile, tiled_compute
+from alstlib.base.recompute import Pass, entered
+from alstlib.base.sizing import TILE_BYTES, default_tile
+from alstlib.planner.measure.ledger import Ledger
+from alstlib.tiled.compute import TiledMLP, TiledNorm, tiled_compute
 
 pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
 

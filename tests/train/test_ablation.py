@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 from test_state import steps_in
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from alstlib.config import RunConfig
+from alstlib.base.config import RunConfig
+from alstlib.base.units import GIB
 from alstlib.data.corpus import load_corpus
 from alstlib.data.samples import make_samples
 from alstlib.hf.models import flop_dimensions, flos, load_model
@@ -30,10 +31,9 @@ from alstlib.runs import results
 from alstlib.runs.launch import launch
 from alstlib.runs.processes import DEADLINE_VARIABLE, WARNED
 from alstlib.runs.progress import Progress, ProgressReader
-from alstlib.train.ablation import AblationRun
-from alstlib.train.state import RunStates
-from alstlib.train.worker import work
-from alstlib.units import GIB
+from alstlib.runs.train.ablation import AblationRun
+from alstlib.runs.train.state import RunStates
+from alstlib.runs.train.worker import work
 
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
 
@@ -396,7 +396,7 @@ def test_a_folder_for_the_model_is_tried_before_the_first_step(ranks2, tmp_path)
 
 
 def save_fails(rank, world, out, run):
-    with mock.patch("alstlib.train.ablation.save_model", side_effect=OSError(28, "No space left on device")):
+    with mock.patch("alstlib.runs.train.ablation.save_model", side_effect=OSError(28, "No space left on device")):
         return trained(rank, world, out, run)
 
 

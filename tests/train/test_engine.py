@@ -14,15 +14,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import alstlib
-from alstlib.config import RunConfig
+from alstlib.base.config import RunConfig
 from alstlib.data.corpus import get_tokenizer
 from alstlib.data.loader import SPDataLoader
 from alstlib.hf.saving import save_model
 from alstlib.hf.zero_config import engine_config
 from alstlib.planner.model_states import Sizes, model_states
-from alstlib.train import engine as engines
-from alstlib.train import operators
-from alstlib.train.engine import host_tensors, initialize, take_step
+from alstlib.runs.train import engine as engines
+from alstlib.runs.train import operators
+from alstlib.runs.train.engine import host_tensors, initialize, take_step
 
 IDS = torch.arange(24).view(1, -1) % 96
 

@@ -21,7 +21,7 @@ from cases import ROOT, check_refused, lines_of, make_model, run_with, values_of
 from trainers import SETTINGS, accelerate_here
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from alstlib.config import RunConfig
+from alstlib.base.config import RunConfig
 from alstlib.data.corpus import get_tokenizer, load_corpus
 from alstlib.hf.models import load_model
 from alstlib.planner.model_shapes import read_shape
@@ -29,10 +29,10 @@ from alstlib.runs import progress, results, workers
 from alstlib.runs.launch import launch
 from alstlib.runs.processes import WARNED
 from alstlib.runs.progress import ProgressReader
+from alstlib.runs.train import finetune
+from alstlib.runs.train.resume import Warned
+from alstlib.runs.train.worker import work
 from alstlib.runs.workers import FINETUNE, planned
-from alstlib.train import finetune
-from alstlib.train.resume import Warned
-from alstlib.train.worker import work
 
 pytest.importorskip("trl")
 SPLITS = "with packed=True, trainer={'packing_strategy': 'bfd_split'} cuts nothing off"
@@ -313,8 +313,8 @@ optim.trainer: {hub_token: hf_x}   -> hub_token in optim.trainer is a secret
 optim.trainer: {model_init_kwargs: {token: hf_x}} -> token in optim.trainer is a secret
 optim.trainer: {push_to_hub_token: hf_x}          -> set HF_TOKEN in the environment
 {model.lora: {r: 4}, output.save_to: x}           -> give output.merge_lora=True, which saves both
-search: true -> search={'granule': 256, 'max': None} is a field of the worker alstlib.train.ablation
-{}           -> alstlib.train.finetune needs gone, absent: pip install 'alstlib[train,trainer]'
+search: true -> search={'granule': 256, 'max': None} is a field of the worker alstlib.runs.train.ablation
+{}           -> alstlib.runs.train.finetune needs gone, absent: pip install 'alstlib[train,trainer]'
 """
 
 
@@ -333,7 +333,7 @@ def test_wrong_fields_are_refused_before_the_start(tmp_path, monkeypatch, change
 @pytest.mark.parametrize("name, value", [("model.lora", {"r": 4}), ("data.eval", 0.1), ("optim.trainer", {"a": 1})])
 def test_the_ablation_does_not_take_what_it_would_ignore(tmp_path, name, value):
     check_refused(
-        f"{name}=.* is a field of the worker alstlib.train.finetune",
+        f"{name}=.* is a field of the worker alstlib.runs.train.finetune",
         launch,
         RunConfig.from_dict({"model.name": "tiny", name: value}),
         tmp_path,

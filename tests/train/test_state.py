@@ -23,15 +23,15 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 import alstlib
-from alstlib.config import FIELDS, RunConfig
+from alstlib.base.config import FIELDS, RunConfig
 from alstlib.data.loader import SPDataLoader
 from alstlib.hf.saving import full_weights
-from alstlib.train import files
-from alstlib.train import state as states
-from alstlib.train.engine import initialize
-from alstlib.train.pieces import HeldState
-from alstlib.train.resume import EQUAL
-from alstlib.train.state import RunStates
+from alstlib.runs.train import files
+from alstlib.runs.train import state as states
+from alstlib.runs.train.engine import initialize
+from alstlib.runs.train.pieces import HeldState
+from alstlib.runs.train.resume import EQUAL
+from alstlib.runs.train.state import RunStates
 
 DEFAULTS = """
 model.name: tiny

@@ -23,7 +23,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from trl_runs import mixture
 
 import alstlib
-from alstlib.measure.ledger import Ledger
+from alstlib.planner.measure.ledger import Ledger
 from alstlib.trainers import trainer as trainer_module
 
 ENGINES = ["ddp", "zero1", "zero2", "zero3", "fsdp2"]

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from operators import error_of, gradients, leaf, nan_memory, randn, strided, worst
 
-from alstlib import reference
-from alstlib.measure.simulate import fake_ranks
+from alstlib.base import reference
+from alstlib.planner.measure.simulate import fake_ranks
 from alstlib.ulysses import alltoall
 from alstlib.ulysses.alltoall import Exchange, heads_to_seq, seq_to_heads, stripe, whole_head_degrees
 

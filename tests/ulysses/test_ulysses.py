@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from operators import EXACT, counted, error_of, gradients, leaf, nan_memory, randn, strided, worst
 
-from alstlib import SPContext, reference
-from alstlib.offload.checkpoints import Saved
+from alstlib import SPContext
+from alstlib.base import reference
+from alstlib.base.recompute import Saved
 from alstlib.ulysses.attention import UlyssesAttention
 
 WIDTH = 8

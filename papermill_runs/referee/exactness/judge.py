@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alstlib.measure.verify import errors_of, first_rows
+from alstlib.planner.measure.verify import errors_of, first_rows
 
 EXACT = 1e-5
 """Largest relative error in fp32."""

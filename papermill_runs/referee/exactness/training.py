@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 
-from alstlib.measure.small import build
-from alstlib.measure.verify import in_full
+from alstlib.planner.measure.small import build
+from alstlib.planner.measure.verify import in_full
 
 from .cases import DATA, EAGER, IGNORE, MODELS, WIDTHS, Case, even
 

@@ -20,7 +20,7 @@ class Stack:
     """ZeRO's."""
 
     def trainer(self, ranks: int, case: Any) -> Any:
-        from alstlib.train import operators
+        from alstlib.runs.train import operators
 
         from ..training import UnderTrainer, on_cpu_ranks, zero
 

@@ -24,7 +24,7 @@ class Stack:
         from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
         from deepspeed.utils import groups
 
-        from alstlib.train import operators
+        from alstlib.runs.train import operators
 
         from ..training import batches_of, collate, optimizer_of
 

@@ -12,7 +12,7 @@ class Stack:
 
     def trainer(self, ranks: int, case: Any) -> Any:
         import alstlib
-        from alstlib.train import operators
+        from alstlib.runs.train import operators
 
         from ..training import UnderTrainer, on_cpu_ranks, zero
 

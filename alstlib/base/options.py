@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, ValidationError, model_validator
 
-from alstlib.units import parse_quantity
+from alstlib.base.units import parse_quantity
 
 
 def check_names(

@@ -1,4 +1,4 @@
-"""The worker of a fine-tuning, started by torchrun: `python -m alstlib.train.finetune --config FILE --out DIR`.
+"""The worker of a fine-tuning, started by torchrun: `python -m alstlib.runs.train.finetune --config FILE --out DIR`.
 
 TRL's SFTTrainer trains, with `alstlib.TrainerMixin` before it. Schedules, evaluation, trackers, LoRA, checkpoints,
 resume, the model card and the hub are the libraries', and what is here maps a run's fields to theirs (`settings`). On a
@@ -28,23 +28,23 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import SFTConfig, SFTTrainer
 
 import alstlib
-from alstlib.config import RunConfig
+from alstlib.base.config import RunConfig
+from alstlib.base.options import check_names
 from alstlib.data.corpus import get_tokenizer, load_corpus
 from alstlib.data.samples import Account
 from alstlib.hf.loading import load_on_first, place
 from alstlib.hf.models import load_model, put_liger
 from alstlib.hf.zero_config import engine_config
-from alstlib.measure.ledger import Ledger
-from alstlib.options import check_names
+from alstlib.planner.measure.ledger import Ledger
 from alstlib.runs import locks, results
 from alstlib.runs.progress import Pace
 from alstlib.runs.results import Json, differences
+from alstlib.runs.train import operators
+from alstlib.runs.train.engine import count, host_tensors, reserve_adam_state
+from alstlib.runs.train.files import move_aside
+from alstlib.runs.train.resume import EQUAL, ended, ending, fields, finished, of_first, seconds_to_save
+from alstlib.runs.train.worker import Training, run_worker, wait_for
 from alstlib.runs.workers import FINETUNE
-from alstlib.train import operators
-from alstlib.train.engine import count, host_tensors, reserve_adam_state
-from alstlib.train.files import move_aside
-from alstlib.train.resume import EQUAL, ended, ending, fields, finished, of_first, seconds_to_save
-from alstlib.train.worker import Training, run_worker, wait_for
 
 MOST_LOST = 0.01
 """The share of rows that may be left out without `allow_dropped`."""

@@ -1,5 +1,5 @@
 """Answers for `planner.fits`: the sizes of any model, and what its step takes at any length, from simulated steps.
-`python -m alstlib.measure.answers` answers the question on standard input; the answer is the last line."""
+`python -m alstlib.planner.measure.answers` answers the question on standard input; the answer is the last line."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from alstlib.config import Model, RunConfig
+from alstlib.base.config import Model, RunConfig
 from alstlib.hf.support import check_model
 from alstlib.linear.adapters import mixers_of
-from alstlib.measure.deep import PROBE, Deep
-from alstlib.measure.scope import ATTENTION, STATES, category
-from alstlib.measure.simulate import whole_model
 from alstlib.planner.fits import KERNEL, REFERENCE, StepQuestion, part_of
+from alstlib.planner.measure.deep import PROBE, Deep
+from alstlib.planner.measure.scope import ATTENTION, STATES, category
+from alstlib.planner.measure.simulate import whole_model
 
 
 def answer(what: str, asked: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """The worker of `alst check`: the ranks of a run measure how fast this machine is and what its memory holds.
 
-`python -m alstlib.train.machine_rates --config config.json --out DIR` under torchrun. Matrix products and attention
-with the shapes of the run's model, copies between device and host, AdamW on the host, an all-to-all and an all-reduce,
-and what a GPU lacks before the first tensor. All ranks measure at the same time, as they work in a step, and the
-slowest one counts. `alst plan --machine DIR` plans with it.
+`python -m alstlib.runs.train.machine_rates --config config.json --out DIR` under torchrun. Matrix products and
+attention with the shapes of the run's model, copies between device and host, AdamW on the host, an all-to-all and an
+all-reduce, and what a GPU lacks before the first tensor. All ranks measure at the same time, as they work in a step,
+and the slowest one counts. `alst plan --machine DIR` plans with it.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from alstlib.config import RunConfig
+from alstlib.base.config import RunConfig
+from alstlib.base.mesh import accelerator, gather_text
+from alstlib.base.sizing import cores, host_free
 from alstlib.kernels.attention import attention_backward, attention_forward
 from alstlib.kernels.backends import choose_backend
 from alstlib.kernels.rule import Attended, Rule
-from alstlib.mesh import accelerator, gather_text
 from alstlib.planner.model_shapes import read_shape
 from alstlib.planner.step_time import ADAM_BYTES
-from alstlib.sizing import cores, host_free
-from alstlib.train.worker import Job, node_count, run_worker, wait_for
+from alstlib.runs.train.worker import Job, node_count, run_worker, wait_for
 
 MIB = 2**20
 LENGTH = {"cuda": 65_536, "cpu": 4096}

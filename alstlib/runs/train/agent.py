@@ -1,4 +1,4 @@
-"""torchrun as alstlib starts it, `python -m alstlib.train.agent ATTEMPT`: it listens on one address only.
+"""torchrun as alstlib starts it, `python -m alstlib.runs.train.agent ATTEMPT`: it listens on one address only.
 
 torchrun's own rendezvous listen on all interfaces, and `c10d` (also behind `--standalone`) unpickles what it finds in
 its store, so that a stranger on the network can run code. Here the first node's agent binds the store's socket itself,
@@ -29,11 +29,11 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParam
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from alstlib.base.sizing import cores
 from alstlib.planner import devices
 from alstlib.runs import torchrun
 from alstlib.runs.processes import ask_where, signal_with_parent
 from alstlib.runs.progress import root_cause
-from alstlib.sizing import cores
 
 BACKEND = "alst"
 PATIENCE_SECONDS = 600

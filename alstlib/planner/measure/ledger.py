@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from alstlib.mesh import accelerator
+from alstlib.base.mesh import accelerator
 from alstlib.offload.host_store import HostStore
 
 

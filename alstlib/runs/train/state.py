@@ -24,13 +24,13 @@ import torch.distributed as dist
 from torch.distributed import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
-from alstlib.config import RunConfig
-from alstlib.mesh import accelerator, gather_text
+from alstlib.base.config import RunConfig
+from alstlib.base.mesh import accelerator, gather_text
 from alstlib.offload.host_store import host_available
 from alstlib.runs.results import Json, differences
-from alstlib.train.files import SCHEMA_VERSION, OtherState, Writer, check, move_aside, read_state, states_in
-from alstlib.train.pieces import HeldState
-from alstlib.train.resume import EQUAL, ended, ending, fields, finished, of_first, seconds_to_save
+from alstlib.runs.train.files import SCHEMA_VERSION, OtherState, Writer, check, move_aside, read_state, states_in
+from alstlib.runs.train.pieces import HeldState
+from alstlib.runs.train.resume import EQUAL, ended, ending, fields, finished, of_first, seconds_to_save
 
 
 class RunStates:

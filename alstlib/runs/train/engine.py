@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alstlib.config import RunConfig
+from alstlib.base.config import RunConfig
+from alstlib.base.mesh import ATTACHED
 from alstlib.hf.loading import UnplacedModel, place
 from alstlib.hf.support import check_shared
 from alstlib.hf.zero_config import engine_config
-from alstlib.mesh import ATTACHED
-from alstlib.train import operators
+from alstlib.runs.train import operators
 
 
 def initialize(

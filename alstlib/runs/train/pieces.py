@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from alstlib.train.engine import adam_of, masters, reserve_adam_state
+from alstlib.runs.train.engine import adam_of, masters, reserve_adam_state
 
 
 class StatePiece(NamedTuple):

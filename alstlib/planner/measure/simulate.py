@@ -26,18 +26,17 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import alstlib
-from alstlib.config import RunConfig
+from alstlib.base.config import RunConfig
+from alstlib.base.mesh import join_fake
+from alstlib.base.sizing import TileRule, kernels_as_on, tiles_as_on
 from alstlib.hf.models import load_model
 from alstlib.kernels import blockwise
 from alstlib.linear.ways import StateLayer
-from alstlib.measure.fused_states import fused_states
-from alstlib.measure.ledger import Ledger, _CpuInstrument
-from alstlib.measure.scope import CHECKPOINTS, EXCHANGE, ROOT, Places, category
-from alstlib.mesh import join_fake
 from alstlib.planner.fits import KERNEL
-from alstlib.sizing import kernels_as_on
+from alstlib.planner.measure.fused_states import fused_states
+from alstlib.planner.measure.ledger import Ledger, _CpuInstrument
+from alstlib.planner.measure.scope import CHECKPOINTS, EXCHANGE, ROOT, Places, category
 from alstlib.tiled import compute, logits
-from alstlib.tiled.compute import TileRule, as_on
 
 PLENTY = 2**60
 """Host bytes where a run names none: what this machine has free says nothing about the one that is simulated."""
@@ -156,8 +155,8 @@ def run_model(
     """A step of a model on meta, with tiles as on the device, or by a rule."""
     states = fused_states(model) if device == "cuda" else nullcontext()
     with (
-        fake_ranks(ranks) as ctx, as_on(tiles or device), kernels_as_on(device, capability), some_of_many(), states,
-        alstlib.apply(model, ctx, run.options) as handle, FakeTensorMode(allow_non_fake_inputs=True),
+        fake_ranks(ranks) as ctx, tiles_as_on(tiles or device), kernels_as_on(device, capability), some_of_many(),
+        states, alstlib.apply(model, ctx, run.options) as handle, FakeTensorMode(allow_non_fake_inputs=True),
     ):  # fmt: skip
         drop_gradients(model.to_empty(device="cpu"))  # which makes new weights, without hooks
         return step(run, model, handle, ctx)

@@ -19,12 +19,11 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from alstlib.config import RunConfig
-from alstlib.measure.simulate import Simulated, decoder_layers, layer_of, roomy, run_model, whole_model
-from alstlib.measure.small import LAYERS
-from alstlib.options import TiledPart
-from alstlib.sizing import page_rows, tile_for
-from alstlib.tiled.compute import TileRule
+from alstlib.base.config import RunConfig
+from alstlib.base.options import TiledPart
+from alstlib.base.sizing import TileRule, page_rows, tile_for
+from alstlib.planner.measure.simulate import Simulated, decoder_layers, layer_of, roomy, run_model, whole_model
+from alstlib.planner.measure.small import LAYERS
 
 LEAST = 64
 """Rows below which the blocks of kernels show: such steps are simulated at their length."""

@@ -21,15 +21,15 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 import alstlib
-from alstlib import sizing
+from alstlib.base import sizing
+from alstlib.base.options import TiledPart
+from alstlib.base.units import IGNORE
 from alstlib.data.shard import shard_batch
 from alstlib.hf.models import model_config
 from alstlib.hf.support import check_model, heads_of
-from alstlib.measure.deep import kinds_of_layers
-from alstlib.measure.simulate import decoder_layers
-from alstlib.measure.small import LONGEST, VOCAB, build, first_of_each, kinds_in_lists, shrunk
-from alstlib.options import TiledPart
-from alstlib.units import IGNORE
+from alstlib.planner.measure.deep import kinds_of_layers
+from alstlib.planner.measure.simulate import decoder_layers
+from alstlib.planner.measure.small import LONGEST, VOCAB, build, first_of_each, kinds_in_lists, shrunk
 
 REFUSALS = (ValueError, NotImplementedError)
 EXACT = {torch.float32: (1e-6, 1e-5), torch.float64: (1e-9, 1e-9)}

@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from alstlib.config import FIELDS, RunConfig, flat
-from alstlib.mesh import gather_text
+from alstlib.base.config import FIELDS, RunConfig, flat
+from alstlib.base.mesh import gather_text
 from alstlib.planner.preflight import SLOW_DISK
 from alstlib.runs import results
 from alstlib.runs.processes import WARNED, seconds_left
 from alstlib.runs.results import Json, differences
-from alstlib.train.engine import count
+from alstlib.runs.train.engine import count
 
 EQUAL = tuple(
     name

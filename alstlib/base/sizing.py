@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -20,6 +21,32 @@ def tile_for(width: int, element_bytes: int, device: str) -> int:
     power of two, at least 256."""
     tokens = TILE_BYTES.get(device, TILE_BYTES["cpu"]) // max(1, width * element_bytes)
     return max(256, 1 << max(0, tokens.bit_length() - 1))
+
+
+TileRule = Callable[[int, int], int]
+_TILES_AS_ON: ContextVar[str | TileRule | None] = ContextVar("as_on", default=None)
+
+
+@contextlib.contextmanager
+def tiles_as_on(kind: str | TileRule) -> Iterator[None]:
+    """Choose tiles as on this kind of device (`cuda`, `cpu`), wherever tensors are, or by a rule of the caller's, of
+    the width and the bytes of an element: for a simulation."""
+    token = _TILES_AS_ON.set(kind)
+    try:
+        yield
+    finally:
+        _TILES_AS_ON.reset(token)
+
+
+def default_tile(width: int, element_bytes: int, device: Any) -> int:
+    """The tile in tokens for which the widest intermediate [tile, width] takes about `TILE_BYTES`: a power of two of at
+    least 256.
+
+    The paper uses sequence / width tiles, which are very small for a narrow model.
+    """
+    if callable(rule := _TILES_AS_ON.get()):
+        return rule(width, element_bytes)
+    return tile_for(width, element_bytes, rule or device.type)
 
 
 def tile_of_sums(rows: int, tile: int, sums: float, made: float) -> int:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from alstlib.base.recompute import first_order
 from alstlib.offload.courier import Courier
-from alstlib.recompute import first_order
 
 Step = Callable[..., tuple[Tensor, Any]]
 """(start= what the chunk begins with or None for zeros, first= its first row of the whole sequence, length= S) -> its

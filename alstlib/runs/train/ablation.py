@@ -1,4 +1,4 @@
-"""The worker of a run, started by torchrun: `python -m alstlib.train.ablation --config FILE --out DIR`. It writes
+"""The worker of a run, started by torchrun: `python -m alstlib.runs.train.ablation --config FILE --out DIR`. It writes
 result.json.
 
 A run trains: real text, real optimizer steps, finite losses. With `search`, it first finds the longest sequence whose
@@ -19,23 +19,23 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 import alstlib
-from alstlib.config import RunConfig, Search
+from alstlib.base.config import RunConfig, Search
+from alstlib.base.mesh import accelerator
 from alstlib.contrib.sparse import Sparse, select_pages
 from alstlib.data.samples import Samples, collate, make_samples
 from alstlib.hf import models
 from alstlib.hf.loading import load_on_first
 from alstlib.hf.models import flop_dimensions, put_liger
 from alstlib.hf.saving import save_model
-from alstlib.measure.ledger import Ledger, ran_out
-from alstlib.mesh import accelerator
+from alstlib.planner.measure.ledger import Ledger, ran_out
 from alstlib.planner.search import Trials, longest_that_fits
 from alstlib.runs.progress import Pace, Progress, ProgressReader
 from alstlib.runs.results import Json
+from alstlib.runs.train.engine import host_tensors, initialize, take_step
+from alstlib.runs.train.resume import of_first
+from alstlib.runs.train.state import RunStates
+from alstlib.runs.train.worker import Training, run_worker
 from alstlib.runs.workers import ABLATION
-from alstlib.train.engine import host_tensors, initialize, take_step
-from alstlib.train.resume import of_first
-from alstlib.train.state import RunStates
-from alstlib.train.worker import Training, run_worker
 
 WATCHED = 2
 """Steps whose memory is watched: from the second on ZeRO-3 gathers weights ahead."""

@@ -16,22 +16,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from alstlib.config import RunConfig
+from alstlib.base.config import RunConfig
+from alstlib.base.mesh import SPContext, accelerator, gather_text, join_fake, own_device, take_device
 from alstlib.data.corpus import get_tokenizer, has_tokenizer, load_corpus
 from alstlib.data.formats import only_tokens
 from alstlib.hf.models import model_config
 from alstlib.hf.public_models import SHAPES
-from alstlib.measure.ledger import ran_out
-from alstlib.mesh import SPContext, accelerator, gather_text, join_fake, own_device, take_device
 from alstlib.planner import devices
 from alstlib.planner.fits import known_only
 from alstlib.planner.machine import machine_of
+from alstlib.planner.measure.ledger import ran_out
 from alstlib.planner.preflight import as_metrics, foretell, step_limit
 from alstlib.runs import results, workers
 from alstlib.runs.processes import answer_where, die_with_parent
 from alstlib.runs.progress import Progress
 from alstlib.runs.results import Json
-from alstlib.train.resume import Timeout, Warned, of_first
+from alstlib.runs.train.resume import Timeout, Warned, of_first
 
 LONGEST_SECONDS = 30 * 86400.0
 """That a rank waits for others where no limit is set: a time that the backends can count."""

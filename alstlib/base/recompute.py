@@ -1,5 +1,5 @@
-"""What a recompute in backward must take over from the first pass: random state, precision, modes of modules; what runs
-now (`Pass`); also sums of gradients in fp32, and refusals.
+"""What a recompute in backward must take over from the first pass: random state, precision, modes of modules, attention
+outputs (`Saved`); what runs now (`Pass`); also sums of gradients in fp32, and refusals.
 
 Everything that is recomputed in backward (tiles, checkpoints, chunks) stands on this.
 """
@@ -9,16 +9,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from alstlib.mesh import accelerator
+from alstlib.base.mesh import accelerator
 
 
 class Replay:
@@ -244,3 +245,49 @@ class GradientSums:
         sums = iter([s if s is None else s.to(p.dtype) for s, p in zip(self.sums, self.params)])
         self.sums = []
         return [next(sums) if need else None for need in needs] or list(sums)
+
+
+class Saved:
+    """Attention outputs that a checkpoint keeps from one pass for the next: (output, logsumexp) in order of the calls,
+    output in sequence layout [B, H, L, D], logsumexp [B, H / P, S] in head layout.
+
+    Args:
+        keep: the first pass leaves them here, to lie beside the input.
+    """
+
+    def __init__(self, keep: bool = True) -> None:
+        self.keep = keep
+        self.stage: Literal["first", "again", "graph"] = "first"
+        """Name of the pass that runs: the first, the one that makes a segment's inputs again, or the one that makes the
+        graph."""
+        self.tensors: list[tuple[Tensor, Tensor]] = []
+        self.replaying = False
+        self._left: dict[tuple[Hashable, int], dict[str, Any]] = {}
+        self._calls = Counter[Hashable]()
+
+    @property
+    def active(self) -> bool:
+        """Whether this pass's attentions leave outputs here, or find them."""
+        return self.replaying or self.stage == "again" or (self.stage == "first" and self.keep)
+
+    def left_by(self, part: Hashable) -> dict[str, Any]:
+        """What this call of a part with a state leaves from the first pass, of constant size: its recompute exchanges
+        nothing with other ranks before its backward. A pass may call a part several times."""
+        self._calls[part] += 1
+        return self._left.setdefault((part, self._calls[part]), {})
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """The next call's output and logsumexp, which then are the last ones."""
+        self.tensors.append(self.tensors.pop(0))
+        return self.tensors[-1]
+
+    def rewind(self, tensors: list[Tensor], stage: Literal["again", "graph"] = "graph") -> None:
+        """Start another pass over these tensors (output, logsumexp, output, ...); with none, attention computes."""
+        self.stage, self.replaying = stage, bool(tensors)
+        self._calls.clear()
+        self.tensors = list(zip(tensors[::2], tensors[1::2]))
+
+    def leave(self) -> list[Tensor]:
+        """Give up the tensors: output, logsumexp, output, ..."""
+        pairs, self.tensors, self.replaying = self.tensors, [], False
+        return [t for pair in pairs for t in pair]

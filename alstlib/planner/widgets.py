@@ -7,13 +7,13 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from alstlib.config import RunConfig
+from alstlib.base.config import RunConfig
+from alstlib.base.units import GIB, format_seconds, format_tokens
 from alstlib.figures import plots
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import Shape
 from alstlib.planner.model_states import BUCKETS, COPIES, GATHERED, GRADIENTS, OPTIMIZER, WEIGHTS
 from alstlib.planner.prediction import Prediction, longest, predict
-from alstlib.units import GIB, format_seconds, format_tokens
 
 
 def by_category(found: Prediction) -> dict[str, float]:

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from alstlib.options import (
+from alstlib.base.options import (
     Bytes,
     Count,
     Fields,
