@@ -7,8 +7,8 @@ Everything token-wise in a model needs only its own rows, so what a block hands 
 values. Forward runs the blocks in order without a graph and leaves these in pages, one for each block. Backward goes
 from the last block to the first: it recomputes a block with its graph and calls backward; attention adds what the block
 contributes to the gradients of earlier pages, and takes what later blocks have added to its own. Layers with a state
-hand that on instead (`streaming.carried`), and what each block began with is kept where pages are. What lies on the device
-is one block and few pages of one layer; what grows with the sequence is pages, and states before blocks. (SeCO and
+hand that on instead (`carried`), and what each block began with is kept where pages are. What lies on the device is
+one block and few pages of one layer; what grows with the sequence is pages, and states before blocks. (SeCO and
 SeCOv2 run models this way.)
 
 A page keeps only the rows that a later block sees: under a sliding window its last ones, of a document that ends with
