@@ -4,7 +4,8 @@ import pytest
 
 from alstlib.base.config import RunConfig, row_config
 from alstlib.base.units import format_tokens
-from alstlib.figures import plots, widgets
+from alstlib.figures import plots
+from alstlib.planner import widgets
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import read_shape
 from alstlib.planner.prediction import longest
