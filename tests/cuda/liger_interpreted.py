@@ -2,8 +2,6 @@
 plain transformers, or it ends with an error. TRITON_INTERPRET=1 is set before Triton is imported.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 import liger_kernel.ops.cross_entropy as cross_entropy

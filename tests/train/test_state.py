@@ -1,7 +1,5 @@
 """Training states: a run goes on as if it had not stopped, from every ZeRO stage to every other; nothing is lost."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import io
