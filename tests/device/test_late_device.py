@@ -1,8 +1,8 @@
 """The device on a CPU itself: refusals, memory, and the record of collectives.
 
-That its values, random numbers and collectives are the CPU's is seen in whole steps (tests/test_matrix.py); and that
-copies are late, on every stream, and that what does not wait for the default stream is noted, by the mistakes that such
-steps show (test_late_mutations.py)."""
+That its values, random numbers and collectives are the CPU's is seen in whole steps (tests/test_matrix.py); and how
+late copies are, by what the library asks of it (test_late_accelerator.py) and by the mistakes that whole steps show
+(test_late_mutations.py)."""
 
 import threading
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from device import group
-from device.module import device, extension
+from device.module import NEVER, device, extension, late
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
@@ -74,6 +74,25 @@ def pinned(rank, world):
 
 def test_pinned_memory_is_known(late1):
     late1(pinned)
+
+
+def races(rank, world, says):
+    """A side stream reads or overwrites a tensor that the default stream has just written, and waits for nothing."""
+    here = torch.get_device_module(device())
+
+    def copy():
+        x, host = torch.ones(8, device=device()), torch.zeros(8).pin_memory()
+        to, taken = (x, host) if says == "overwrites" else (host, x)
+        with here.stream(here.Stream()):
+            to.copy_(taken, non_blocking=True)
+
+    with pytest.raises(AssertionError, match=says), late(NEVER):
+        copy()
+
+
+@pytest.mark.parametrize("says", ["reads", "overwrites"])
+def test_a_missing_wait_for_the_default_stream_is_noted(late1, says):
+    late1(races, says)
 
 
 def recorded(rank, world, delay):
