@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import matrix
 import pytest
 import torch
-from cases import VOCAB, attach, batch, check_step, make_model, plain_step, same, small_pages, step
+from cases import VOCAB, attach, batch, check_step, make_model, peak, plain_step, same, small_pages, step
 from torch import nn
 
 import alstlib
@@ -150,6 +150,21 @@ def test_a_host_that_is_too_small_is_refused_before_anything_starts():
         with pytest.raises(HostOutOfMemory, match="use a shorter sequence, more ranks"):
             step(model, batch(LENGTH))
     assert not runs
+
+
+@pytest.mark.slow
+def test_the_device_peak_does_not_grow():
+    """From 512 to 1,024 tokens, where with everything on the device it grows by a third and more."""
+    how, grown = {**HOST, "tiles": {"mlp": True, "loss": 64, "norm": 64}, "chunk": 64}, []
+    for on_host in ("hidden+kv", "none"):
+        peaks = []
+        for length in (512, 1024):
+            model = make_model(num_hidden_layers=3, max_position_embeddings=2048)
+            with small_pages():
+                peaks.append(peak(model, batch(length), **{**how, "on_host": on_host}))
+        grown.append(peaks[1] / peaks[0])
+    assert grown[0] <= 1.02
+    assert grown[1] > 1.3
 
 
 @pytest.mark.parametrize("free, host, leaves", [(3.5, 99.0, True), (5.0, 99.0, False), (3.5, 5.9, False)])
