@@ -7,8 +7,6 @@ a CPU (tests/device). `python_engine` is a backward pass in Python, because PyTo
 queue.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 from collections import Counter, defaultdict

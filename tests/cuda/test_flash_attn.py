@@ -1,8 +1,6 @@
 """flash-attn 2, 3 and 4 are called as their released packages want to be called: their own signatures, written down
 here, in place of the packages, under fake CUDA."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import sys

@@ -13,7 +13,6 @@ from cases import ALL_ON, make_model, make_samples, plain_run, run_with, small_p
 from device import module
 from device.module import NEVER, device, late
 from mutate import mutated
-from torch.distributed.device_mesh import DeviceMesh
 
 import alstlib
 from alstlib.base.config import RunConfig
@@ -146,19 +145,6 @@ def test_attention_outputs_stay_on_the_device_as_far_as_they_fit(late1, chunk):
 
 
 # ----- ranks
-
-
-def wire(rank, world):
-    """Where the process group can send from the device only, small tensors lie there."""
-    both = alstlib.SPContext.create(2)
-    assert both.wire == torch.device("cpu")
-    ctx = alstlib.SPContext(sp=2, sp_rank=rank, mesh=DeviceMesh.from_group(dist.new_group(backend="late"), "cpu"))
-    assert ctx.wire == device()
-    assert ctx.largest([rank, 10 - rank]) == [1, 10]
-
-
-def test_integers_of_ranks_lie_where_the_group_can_send_from(late2):
-    late2(wire)
 
 
 LAUNCHED = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}

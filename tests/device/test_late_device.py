@@ -1,6 +1,8 @@
-"""The device on a CPU itself: refusals, memory, streams that are late, and the record of collectives.
+"""The device on a CPU itself: refusals, memory, and the record of collectives.
 
-That its values, random numbers and collectives are the CPU's is seen in whole steps (tests/test_matrix.py)."""
+That its values, random numbers and collectives are the CPU's is seen in whole steps (tests/test_matrix.py); and how
+late copies are, by what the library asks of it (test_late_accelerator.py) and by the mistakes that whole steps show
+(test_late_mutations.py)."""
 
 import threading
 
@@ -93,56 +95,6 @@ def test_a_missing_wait_for_the_default_stream_is_noted(late1, says):
     late1(races, says)
 
 
-def host_too_early(rank, world):
-    here = torch.get_device_module(device())
-    with late(NEVER):
-        x, side = torch.ones(8, device=device()), here.Stream()
-        host, other = torch.empty(8, pin_memory=True), torch.empty(8, pin_memory=True)
-        host.copy_(x, non_blocking=True)  # the default stream's copies to the host are late for the host, too
-        side.wait_stream(here.current_stream())
-        with here.stream(side):
-            other.copy_(x, non_blocking=True)
-        assert host.isnan().all()
-        assert other.isnan().all()
-        here.current_stream().synchronize()
-        assert host.eq(1).all()
-        assert other.isnan().all()
-        here.synchronize()
-        assert other.eq(1).all()
-        plain = torch.empty(8)
-        plain.copy_(x, non_blocking=True)  # CUDA waits where memory is not pinned
-        assert plain.eq(1).all()
-
-
-def test_the_host_reads_too_early_what_it_did_not_wait_for(late1):
-    late1(host_too_early)
-
-
-def two_streams(rank, world):
-    """One side stream waits for another, for what it has brought to the host."""
-    here = torch.get_device_module(device())
-    for waits in (True, False):
-        with late(NEVER):
-            main, out, back = here.current_stream(), here.Stream(), here.Stream()
-            x, y = torch.ones(8, device=device()), torch.empty(8, device=device())
-            host = torch.zeros(8).pin_memory()
-            for side in (out, back):
-                side.wait_stream(main)
-            with here.stream(out):
-                host.copy_(x, non_blocking=True)
-            if waits:
-                back.wait_stream(out)
-            with here.stream(back):
-                y.copy_(host, non_blocking=True)
-                assert here.current_stream() == back
-            main.wait_stream(back)
-            assert y.sum().item() == 8 * waits
-
-
-def test_streams_wait_for_each_other(late1):
-    late1(two_streams)
-
-
 def recorded(rank, world, delay):
     group.calls()
     group.delay(delay)
@@ -185,6 +137,7 @@ def agree(rank, world, waits):
                 raise ValueError("a bad batch")
     except ValueError as e:
         said = str(e)
+    assert ctx.largest([rank, 10 - rank]) == [1, 10]
     return str(ctx.wire), said, [(call.op, call.device) for call in group.calls()]
 
 
@@ -195,5 +148,5 @@ def test_ranks_agree_over_a_group_that_sends_from_the_device_only(late2, waits):
     assert first[0] == second[0] == "latecpu:0"
     refused = "rank 1 refused: ValueError: a bad batch"
     assert (first[1], second[1]) == ((refused, refused) if waits else ("", "a bad batch"))
-    assert len(first[2]) == (2 if waits else 0)
+    assert len(first[2]) == (3 if waits else 1)
     assert all(on_device for _, on_device in first[2])

@@ -284,11 +284,13 @@ def test_dropout_is_that_of_plain_transformers():
 @pytest.mark.parametrize(
     "options, block",
     [({"checkpoint": False}, None), ({"save_attention": True}, None), ({"chunk": 6}, None),
-     ({"chunk": 6, "tiles": {"mlp": 4, "loss": True, "norm": True}}, None), ({}, 6)],
+     ({"chunk": 6, "tiles": {"mlp": 4, "loss": True, "norm": True}}, None), ({}, 6),
+     ({"offload": "sync", "save_attention": False, "host_memory": LENGTH * 32 * 8}, None)],
     ids=str,
 )  # fmt: skip
 def test_gradient_with_dropout_is_the_derivative(options, block):
-    """With a fixed seed the loss is a function of the weights: its gradient against a central difference, in fp64."""
+    """With a fixed seed the loss is a function of the weights: its gradient against a central difference, in fp64. In
+    the last, the host has room for the input of one layer in two."""
     model = make_model("gpt2", dtype=torch.float64, **DROPOUT)
     with attach(model, **{"tiles": {"mlp": 6, "loss": 6, "norm": True}, **options}):
         slope, numerical = slopes(model, BATCH, block)
@@ -395,6 +397,7 @@ OF_CONFIGS = yaml.safe_load(r"""
 BloomConfig: [{n_layer: 1, n_head: 4},
   "BloomForCausalLM computes attention by itself, not through transformers' AttentionInterface"]
 RecurrentGemmaConfig: [{}, RecurrentGemmaForCausalLM mixes tokens by linear_attention]
+OpenAIGPTConfig: [{n_layer: 1, n_head: 4}, has no decoder layers that transformers can checkpoint]
 Llama4TextConfig: [{head_dim: 8, num_local_experts: 2, intermediate_size_mlp: 48}, mixes tokens by chunked_attention]
 # what is seen of them by a dry run
 DogeConfig: [{}, 'layer 0 \(DogeAttention\) makes an attention mask by itself']

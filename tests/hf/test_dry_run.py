@@ -1,4 +1,5 @@
-"""What a dry run sees of a model, what is refused by it before anything is attached, and how tokens are numbered."""
+"""What a dry run sees of a model, and what is refused by it before anything is attached. Positions that a model numbers
+by itself are in the sweep's sample (tests/sweep), for RoBERTa."""
 
 import copy
 import importlib.machinery
@@ -8,7 +9,7 @@ import types
 import pytest
 import torch
 import zoo
-from cases import attach, check_attached, make_model, same, sample_of
+from cases import attach, make_model, same, sample_of
 from test_attach import anatomy
 from transformers.modeling_layers import GradientCheckpointingLayer
 from zoo import small
@@ -18,10 +19,6 @@ from alstlib.hf.dry_run import dry_run
 
 def run(model):
     return dry_run(model, [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)])[0]
-
-
-BERT = {"num_key_value_heads": None, "is_decoder": True, "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0}  # fmt: skip
 
 
 def test_kernels_of_triton_are_not_launched(monkeypatch):
@@ -88,19 +85,6 @@ def test_a_dry_run_reads_no_weights():
     with torch.device("meta"):
         model = small("LlamaConfig", hidden_size=16384, intermediate_size=53248, num_hidden_layers=40)
     assert len(run(model)) == 40
-
-
-# ----- positions
-
-
-@pytest.mark.parametrize("kind, packed", [("Roberta", False), ("XLMRobertaXL", True), ("Data2VecText", True)])
-def test_positions_that_a_model_numbers_by_itself(kind, packed):
-    """RoBERTa and its kin begin after their padding token."""
-    model = small(f"{kind}Config", **BERT)
-    for name, p in model.named_parameters():
-        p.requires_grad_(not name.endswith("key.bias"))  # its gradient is zero
-    handle = check_attached(model, sample_of(16, documents=[5, 1, 10] if packed else None))
-    assert handle.facts.offset == zoo.COMMON["pad_token_id"] + 1
 
 
 # ----- what is not refused at `apply`; all that is has a table in test_attach

@@ -289,7 +289,8 @@ WRONG = [
      "the batch has inputs_embeds, which would not reach the model: leave it out"),
     *((run, LEFT, "attention_mask has zeros") for run in (loss, blocks, alstlib.token_logps)),
     (functools.partial(blocks, block="5"), {}, "block='5' must be an integer of at least 1"),
-    (functools.partial(alstlib.token_logps, temperature="1"), {}, "temperature='1' must be a number above 0"),
+    *((functools.partial(alstlib.token_logps, temperature=n), {}, f"temperature={n!r} must be a number above 0")
+      for n in ("1", 0)),
     (functools.partial(loss, look=3), {}, "look=3 must be a function"),
     *((functools.partial(loss, engine_divides_by=n), {}, DIVISOR.format(n))
       for n in (0, True)),

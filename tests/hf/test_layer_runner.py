@@ -31,7 +31,6 @@ INPUT = LENGTH * WIDTH * 4
 OUTPUT = LENGTH * HEADS * (WIDTH // HEADS * 4 + 4)
 TILES = {"tiles": {"mlp": 16, "loss": 16, "norm": True}}
 EVERY = {1: 5, 2: 3, 3: 2, 5: 1}  # inputs kept of 5 layers
-DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1}
 
 
 def batch(seed=0, length=LENGTH):
@@ -120,24 +119,6 @@ def test_it_is_said_once_whatever_the_lengths(caplog):
     assert [r.message for r in caplog.records if r.name == "alstlib.hf.memory_plan"] == [note]
     assert "inputs of all 5 layers: one in 2 is kept; backward runs one more forward" in note
     assert f"holds up to 2 ({2 * INPUT:,} bytes) on the device" in note
-
-
-@pytest.mark.parametrize(
-    "mode, save, every", [(False, True, 1), (True, True, 1), (True, False, 2), (True, True, 3), (True, False, 5)]
-)
-def test_dropout_is_replayed_by_each_layer(mode, save, every):
-    """GPT-2 with dropout in residuals and MLPs, some of it inside tiles, which draw masks of their own: the loss of no
-    checkpoints bit for bit, and their gradients."""
-    model = model_of("gpt2", **DROPOUT)
-    with attach(model, **TILES, checkpoint=False):
-        want = train(model)
-    memory = budget_for(every, LAYERS if save else 0)
-    with with_room(model, memory, save, mode) as handle:
-        for _ in range(2):  # a checkpoint knows its layer better the second time
-            got = train(model)
-            assert got[0] == want[0]
-            check_step(got, want, gradient=1e-6)
-        assert handle.plan.inputs_kept_every == every
 
 
 def test_two_forwards_before_their_backwards():

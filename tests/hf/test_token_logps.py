@@ -2,12 +2,11 @@
 them under engines."""
 
 import copy
-import functools
 
 import pytest
 import torch
 import zoo
-from cases import ALL_OFF, attach, batch, check_refused, each_document, gradients, make_model, on_ranks, worst_error
+from cases import ALL_OFF, attach, batch, check_refused, each_document, gradients, on_ranks, worst_error
 from operators import logps_of, randn
 from test_block_step import PACKED, sample
 from torch import nn
@@ -102,10 +101,7 @@ def test_sums_of_documents():
 
 
 def test_refusals():
-    given, model, experts = batch(21), make_model(), zoo.build("mixtral")
-    logps = functools.partial(alstlib.token_logps, model)
-    with attach(model):
-        check_refused("temperature=0 must be a number above 0; 1.0 leaves", logps, given, temperature=0)
+    given, experts = batch(21), zoo.build("mixtral")
     with attach(experts) as handle:
         says = "have no load-balancing loss: use output_router_logits=False"
         check_refused(says, alstlib.token_logps, experts, given)

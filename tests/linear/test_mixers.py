@@ -1,7 +1,6 @@
 """Hybrids attached on real ranks against plain transformers: loss and every gradient."""
 
 import gc
-from unittest import mock
 
 import matrix
 import pytest
@@ -9,7 +8,6 @@ import zoo
 from cases import attach, batch, check_refused, peak, small_pages, train
 from matrix import Case, More
 from torch import nn
-from transformers.models.jamba import modeling_jamba
 
 import alstlib
 from alstlib.data.shard import shard_batch
@@ -32,9 +30,9 @@ STATES = {name: ["pass", "heads"] if name in BY_HEADS else ["pass"] for name in 
 
 
 def step(pools, name, data, world, options, states="pass", **more):
-    case, run = Case(name, f"{world}x1", states=states, tiles="default"), more.pop("run", matrix.run)
+    case = Case(name, f"{world}x1", states=states, tiles="default")
     given = More(options, data=data, accumulation=1, **more)
-    matrix.check(pools(world)(run, case, given), case)
+    matrix.check(pools(world)(matrix.run, case, given), case)
 
 
 @pytest.mark.parametrize("data, world, options", CASES.values(), ids=CASES)
@@ -75,24 +73,6 @@ def test_positions_of_several_kinds(pools, options):
     """Qwen3.5 gives its rotary embedding positions [3, B, L]: whole, in chunks whose tables lie on the host, and in
     blocks, with frequencies that depend on the longest of them."""
     step(pools, "qwen3_5", WHOLE, 2, options, fields={"max_position_embeddings": 16, "rope_parameters": DYNAMIC})
-
-
-def as_on_a_gpu(*given):
-    """A step of Jamba with a kernel whose backward leaves out the gradient of the state that it returns."""
-    own = modeling_jamba.mamba_selective_scan
-
-    def kernel(*args, return_last_state=False, **kwargs):
-        out, state = own(*args, return_last_state=True, **kwargs)
-        return (out, state.detach()) if return_last_state else out
-
-    with mock.patch.object(modeling_jamba, "mamba_selective_scan", kernel):
-        return matrix.run(*given)
-
-
-@pytest.mark.parametrize("options", [{}, {"chunk": 11}], ids=str)
-def test_a_kernel_need_not_know_the_gradient_of_its_state(pools, options):
-    """That of mamba-ssm does not."""
-    step(pools, "jamba", WHOLE, 2, options, run=as_on_a_gpu)
 
 
 def told(rank, world, states, chunk, widths):

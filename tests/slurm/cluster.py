@@ -5,8 +5,6 @@ temporary folder, they listen on free ports beside any other Slurm, and they end
 GPUs do not exist: they are a file, and only what Slurm says about them can be tested.
 """
 
-from __future__ import annotations
-
 import contextlib
 import getpass
 import os

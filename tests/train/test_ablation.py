@@ -1,7 +1,5 @@
 """The worker, as the launcher starts it: what a run writes, and how each kind of failure ends."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -16,8 +16,8 @@ ROWS, WIDTH = 3, 5
 
 
 def there(rank, world, heads, dtype):
-    """An exchange of rows for heads, and its gradient, are those of the oracle run on all shards. Returns the bytes
-    that both sent."""
+    """An exchange of rows for heads, and its gradient, are those of the oracle run on all shards; there and back is
+    nothing. Returns the bytes that the way there and its gradient sent."""
     shards, upstream = (
         [leaf(randn(2, *shape, WIDTH, seed=seed + r, dtype=dtype)) for r in range(world)]
         for shape, seed in (((heads, ROWS), 0), ((max(1, heads // world), ROWS * world), 10))
@@ -31,14 +31,17 @@ def there(rank, world, heads, dtype):
     # copies are exact; gradients of what was shared are summed in fp32 or wider, and rounded once
     error = worst(got, [t.to(dtype) for t in (out[rank], grads[rank])])
     assert error <= ({torch.float64: 1e-15, torch.bfloat16: 5e-4}[dtype] if heads < world else 0.0)
+    if heads >= world:
+        x, again = shards[rank], randn(*shards[rank].shape, seed=20, dtype=dtype)
+        back = gradients(lambda x: heads_to_seq(seq_to_heads(x, dist.group.WORLD), dist.group.WORLD), [leaf(x)], again)
+        assert worst(back, [x, again]) == 0
     return exchange.bytes_sent
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4, 8])
 @pytest.mark.parametrize("world", [2, 4])
 def test_exchange_is_the_oracle(pools, world, heads):
-    """Heads that split, and heads fewer than ranks, which P / K neighbours share (their gradients add up). The way back
-    is in test_ulysses.py."""
+    """Heads that split, and heads fewer than ranks, which P / K neighbours share (their gradients add up)."""
     for dtype in (torch.float64, torch.bfloat16):
         # forward and backward: to each of the other ranks 1/P of the heads, or the one head it needs
         one = max(1, heads // world) * 2 * ROWS * WIDTH * dtype.itemsize
