@@ -127,7 +127,8 @@ def _attach_mlps(handle: Handle, layers: Sequence[nn.Module]) -> None:
             if why:
                 handle.notes.append(f"layer {i}: {name} ({type(m).__name__}) {why}: left untiled")
             elif name in mlps:
-                handle.swap(m, (tiled_kind(type(m)) if routes(m) else TiledMLP)(m, tile))
+                kind: Any = type(m)
+                handle.swap(m, (tiled_kind(kind) if routes(m) else TiledMLP)(m, tile))
 
 
 def _only_mixes(module: nn.Module) -> bool:
