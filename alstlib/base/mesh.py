@@ -169,15 +169,15 @@ ATTACHED = "_alst_handle"
 """Attribute of an attached model: a weak reference to its `Handle`."""
 
 
-def gather_text(text: str, device: Any) -> list[str]:
-    """Every rank's text, on every rank."""
+def gather_text(text: str, device: Any, group: Any = None) -> list[str]:
+    """The text of every rank of a group (None: of all), on every rank of it."""
     content = torch.tensor([*text.encode()], dtype=torch.uint8, device=device)
-    sizes = torch.zeros(dist.get_world_size(), 1, dtype=torch.int64, device=device)
-    dist.all_gather(list(sizes), torch.tensor([len(content)], device=device))
+    sizes = torch.zeros(dist.get_world_size(group), 1, dtype=torch.int64, device=device)
+    dist.all_gather(list(sizes), torch.tensor([len(content)], device=device), group=group)
     everyone = content.new_zeros(len(sizes), max(1, int(sizes.max())))
     mine = everyone[0].clone()
     mine[: len(content)] = content
-    dist.all_gather(list(everyone), mine)
+    dist.all_gather(list(everyone), mine, group=group)
     return [bytes(row[:size].tolist()).decode() for row, size in zip(everyone, sizes)]
 
 

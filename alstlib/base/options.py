@@ -48,12 +48,6 @@ class Works:
     text: str
 
 
-def _quantity(value: Any) -> Any:
-    if isinstance(value, bool) or value is None:
-        raise ValueError("a flag is not a number")
-    return parse_quantity(value)
-
-
 def _tile(value: Any) -> Any:
     if isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
@@ -70,7 +64,7 @@ def _path(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-_Quantity = Annotated[int, BeforeValidator(_quantity)]
+_Quantity = Annotated[int, BeforeValidator(lambda value: parse_quantity(value))]
 _Number = Annotated[int | float, BeforeValidator(_no_flag)]  # a whole number stays one in a configuration's JSON
 Count = Annotated[_Quantity, Field(ge=1), Works("a whole number of at least 1, such as 2048 or 3.7M")]
 Natural = Annotated[_Quantity, Field(ge=0), Works("a whole number of at least 0")]

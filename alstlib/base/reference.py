@@ -208,7 +208,7 @@ def mamba2(
 
 
 def seq_to_heads(shards: Sequence[Tensor]) -> list[Tensor]:
-    """What every rank holds after the exchange. P shards [B, H, L, D] in rank order -> P tensors [B, H/P, S, D].
+    """What every rank holds after the exchange. P slices [B, H, L, D] in rank order -> P tensors [B, H/P, S, D].
 
     With fewer heads than ranks (K of grouped-query attention), P/K neighbouring ranks share one head.
     """
@@ -220,7 +220,7 @@ def seq_to_heads(shards: Sequence[Tensor]) -> list[Tensor]:
 
 
 def heads_to_seq(blocks: Sequence[Tensor]) -> list[Tensor]:
-    """The way back: P blocks of heads [B, H/P, S, D] in rank order -> P shards [B, H, L, D]."""
+    """The way back: P blocks of heads [B, H/P, S, D] in rank order -> P slices [B, H, L, D]."""
     return list(torch.cat(list(blocks), 1).chunk(len(blocks), 2))
 
 

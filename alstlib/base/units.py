@@ -23,7 +23,7 @@ def parse_quantity(value: int | float | str, what: str = "value") -> int:
     """
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", str(value).replace("_", ""))
     unit = _UNITS.get(match[2].upper()) if match else None
-    if isinstance(value, bool) or match is None or unit is None or (unit == 1 and float(match[1]) % 1):
+    if match is None or unit is None or (unit == 1 and float(match[1]) % 1):
         raise ValueError(
             f"{what}={value!r} is not a number with a unit (such as 3.7M, 80GB or 64GiB) or a whole number"
         )

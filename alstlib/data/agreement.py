@@ -15,12 +15,10 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from alstlib.base.mesh import SPContext
+from alstlib.base.mesh import SPContext, gather_text
 from alstlib.data.shard import SLICED, Batch, checksum, cut, prepare, valid_tokens
 
 logger = logging.getLogger(__name__)
-
-_MESSAGE = 2048  # bytes of an error's text that reach the other ranks
 
 
 def everyones(ctx: SPContext, row: list[int], width: int) -> list[list[int]]:
@@ -49,9 +47,8 @@ def raise_failure(ctx: SPContext, kinds: Sequence[int], error: Exception | None,
 
 
 def _texts(ctx: SPContext, text: str) -> list[str]:
-    """Every rank's text, or as much of it as is sent, in the order of ranks."""
-    rows = everyones(ctx, list(text.encode()[:_MESSAGE]), _MESSAGE)
-    return [bytes(c for c in row if c).decode(errors="replace") for row in rows]
+    """Every rank's text, in the order of ranks."""
+    return [text] if ctx.world_size == 1 else gather_text(text, ctx.wire, ctx.world_group)
 
 
 class Agreement:

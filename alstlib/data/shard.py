@@ -4,7 +4,7 @@ needs no process group.
 Shape legend: B rows of a micro-batch, S tokens of a micro-batch row before and P after padding, L = P / sp tokens of
 one rank.
 
-Labels are shifted before they are cut, so that no shard loses its last label (ALST paper, section 4.3), and document
+Labels are shifted before they are cut, so that no slice loses its last label (ALST paper, section 4.3), and document
 boundaries are found once, on the whole batch: a slice of packed positions no longer tells where its document began.
 """
 

@@ -23,7 +23,7 @@ from alstlib.base.recompute import begin, now
 from alstlib.base.units import IGNORE
 from alstlib.data.agreement import Agreement
 from alstlib.hf.attention import attach_attention, attach_rotary
-from alstlib.hf.experts import MLPS, attach_routers, routes, tiled_experts, unknown_experts, why_untiled
+from alstlib.hf.experts import MLPS, attach_routers, routes, tiled_kind, unknown_experts, why_untiled
 from alstlib.hf.handle import Handle
 from alstlib.hf.hidden_states import attach_hidden_states, outside_layers, travels
 from alstlib.hf.inputs import STATE, agree, of_all_ranks, read_call
@@ -127,7 +127,8 @@ def _attach_mlps(handle: Handle, layers: Sequence[nn.Module]) -> None:
             if why:
                 handle.notes.append(f"layer {i}: {name} ({type(m).__name__}) {why}: left untiled")
             elif name in mlps:
-                handle.swap(m, tiled_experts(m, tile) if routes(m) else TiledMLP(m, tile))
+                kind: Any = type(m)
+                handle.swap(m, (tiled_kind(kind) if routes(m) else TiledMLP)(m, tile))
 
 
 def _only_mixes(module: nn.Module) -> bool:

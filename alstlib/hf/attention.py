@@ -49,7 +49,7 @@ def attach_attention(handle: Handle) -> None:
         return out.transpose(1, 2).contiguous(), None  # as the plain kernels do: some models read it by view
 
     AttentionInterface.register(name, torch.compiler.disable(attend))
-    handle.on_detach(weakref.finalize(handle, AttentionInterface._global_mapping.pop, name, None))
+    handle.ends.callback(weakref.finalize(handle, AttentionInterface._global_mapping.pop, name, None))
     views: dict[int, PreTrainedConfig] = {}
     for module in handle.model.modules():
         configs = {n: v for n, v in module.__dict__.items() if isinstance(v, PreTrainedConfig)}

@@ -137,7 +137,6 @@ def _standing_in(model: Any, layers: Sequence[nn.Module], calls: list[LayerCall]
     logits: list[Tensor] = []
     training = {m: m.training for m in model.modules()}
     configs = {id(c): c for m in training for c in vars(m).values() if isinstance(c, PreTrainedConfig)}
-    implementations = {key: config._attn_implementation_internal for key, config in configs.items()}
 
     def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **kwargs: Any) -> Any:
         mask, dropout = kwargs.pop("attention_mask", mask), kwargs.pop("dropout", 0.0)
@@ -173,16 +172,15 @@ def _standing_in(model: Any, layers: Sequence[nn.Module], calls: list[LayerCall]
 
     AttentionInterface.register(name, attend)
     try:
-        for config in configs.values():
-            config._attn_implementation_internal = name
-        model.train()
-        with mock.patch.object(nn.Module, "__call__", call):
+        with contextlib.ExitStack() as patched:
+            for config in configs.values():
+                patched.enter_context(mock.patch.object(config, "_attn_implementation_internal", name))
+            model.train()
+            patched.enter_context(mock.patch.object(nn.Module, "__call__", call))
             yield logits
     finally:
         for m, mode in training.items():
             m.training = mode
-        for key, config in configs.items():
-            config._attn_implementation_internal = implementations[key]
         AttentionInterface._global_mapping.pop(name, None)
 
 

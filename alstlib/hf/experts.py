@@ -114,17 +114,12 @@ class TiledExperts(TiledMLP):
 
 
 @functools.cache
-def _kind_for(kind: type[nn.Module]) -> Any:
-    """A class that is `TiledExperts`, and the block's own too: by its class (`set_z3_leaf_modules`), or by the name of
-    its class (Accelerate), users say which modules DeepSpeed ZeRO-3 must take as leaves."""
+def tiled_kind(kind: type[nn.Module]) -> Any:
+    """The class of a block's stand-in: it is `TiledExperts`, and the block's own too. By its class
+    (`set_z3_leaf_modules`), or by the name of its class (Accelerate), users say which modules DeepSpeed ZeRO-3 must
+    take as leaves."""
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": TiledExperts.__doc__}
     return type(kind.__name__, (TiledExperts, kind), names)
-
-
-def tiled_experts(block: nn.Module, tile: int | None) -> TiledExperts:
-    """A stand-in for a block."""
-    kind: Any = type(block)
-    return _kind_for(kind)(block, tile)
 
 
 def unknown_experts(layers: Sequence[nn.Module]) -> str:

@@ -57,15 +57,15 @@ class Handle:
         """Whether the model runs as its own, in generate() or after detach()."""
         self.generates = ctx.sp == 1
         """Whether generate() works: the ranks of a group hold whole prompts, and each generates by itself."""
-        self._ends: list[Callable[[], Any]] = []
+        self.ends = contextlib.ExitStack()
+        """What `detach` calls, besides taking the edits back."""
 
     def detach(self) -> PreTrainedModel:
         """Restore the model exactly as it was before `apply`, and return it. Take it out of engines first. A second
         call does nothing."""
         self.plain = True
         self.edits.close()
-        while self._ends:
-            self._ends.pop()()
+        self.ends.close()
         self.store.trim()
         return self.model
 
@@ -74,10 +74,6 @@ class Handle:
 
     def __exit__(self, *_: object) -> None:
         self.detach()
-
-    def on_detach(self, end: Callable[[], Any]) -> None:
-        """Have `detach` call this."""
-        self._ends.append(end)
 
     @property
     def wire_bytes(self) -> int:
@@ -143,10 +139,10 @@ class Handle:
             raise ValueError(f"backward of a graph that {name} made before detach(): call backward before detach()")
         return entered(state)
 
-    def travel(self, x: bool = True, out: bool = True) -> Travel | None:
+    def travel(self, x: bool = True) -> Travel | None:
         """How hidden states of the call that runs now visit the device; None where they lie there."""
         state = self.state
-        return Travel(self.store, state.inputs.device, x, out) if state is not None and state.travels else None
+        return Travel(self.store, state.inputs.device, x) if state is not None and state.travels else None
 
     # ----- what other parts of the library ask of it
 

@@ -58,7 +58,7 @@ def travels(handle: Handle, inputs: StepInputs, kwargs: dict[str, Any]) -> bool:
     if shown or embedded or mixed or inputs.shape[1] <= chunk:
         return False
     if torch.is_grad_enabled() and (restore := backward_in_this_thread()) is not None:
-        handle.on_detach(weakref.finalize(handle.model, restore))  # once: a model that is dropped is not detached
+        handle.ends.callback(weakref.finalize(handle.model, restore))  # once: a model that is dropped is not detached
     return True
 
 

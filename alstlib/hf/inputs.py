@@ -196,7 +196,7 @@ def _labels(ours: dict[str, Any], ctx: SPContext) -> Tensor | None:
         return shifted
     if ctx.sp > 1:
         raise ValueError(
-            "labels must be shifted before the sequence is sharded, or each shard loses its last one: use SPDataLoader "
+            "labels must be shifted before the sequence is sharded, or each slice loses its last one: use SPDataLoader "
             "and causal_lm_loss, or give shift_labels"
         )
     return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)

@@ -25,7 +25,7 @@ def model_config(
     name: str, overrides: Mapping[str, Any], trust_remote_code: bool = False, *, shape_only: bool = False
 ) -> Any:
     """The transformers config of a built-in shape, a local path or a hub name, with fields overridden. With
-    `shape_only`, published shapes (`model_shapes.PUBLIC`) need no hub: their sizes are right, other fields are
+    `shape_only`, published shapes (`public_models.PUBLIC`) need no hub: their sizes are right, other fields are
     defaults.
 
     Raises:

@@ -18,13 +18,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from alstlib.base.recompute import first_order
 from alstlib.linear.pass_state import pass_state
 from alstlib.linear.rule import StateRule
-from alstlib.ulysses.alltoall import Exchange
+from alstlib.ulysses.alltoall import Exchange, Swap
 
 
 def by_heads(
@@ -49,32 +47,8 @@ def by_heads(
         together.setdefault((t.dtype, min(t.shape[2], ranks)), []).append(i)
     for places in together.values():
         some = [tokens[i] if tokens[i].ndim == 4 else tokens[i][..., None] for i in places]
-        for i, t in zip(places, _Exchange.apply(exchange, some[0].shape[2], True, *some)):
-            own[i] = t.view(*t.shape[:3], *tokens[i].shape[3:])
+        for i, t in zip(places, Swap.apply(exchange, True, *(t.transpose(1, 2) for t in some))):
+            own[i] = t.transpose(1, 2) if tokens[i].ndim == 4 else t.transpose(1, 2).squeeze(3)
     out, state = pass_state(rule, own, [w.chunk(ranks)[exchange.rank] for w in weights], Exchange(), *more, **how)
     # models take views of it; with one head on each rank, heads do not lie side by side
-    return _Exchange.apply(exchange, ranks, False, out)[0].contiguous(), state
-
-
-class _Exchange(torch.autograd.Function):
-    """`_swap`, whose gradients go the other way."""
-
-    @staticmethod
-    def forward(ctx: Any, exchange: Exchange, groups: int, to_heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.how = exchange, groups, to_heads
-        return tuple(_swap(exchange, groups, to_heads, tensors))
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        exchange, groups, to_heads = ctx.how
-        return None, None, None, *_swap(exchange, groups, not to_heads, grads)
-
-
-def _swap(exchange: Exchange, groups: int, to_heads: bool, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors [B, L, H or G, D] -> [B, S, those that this rank's heads need, D] in one exchange, or the way back. Fewer
-    groups than ranks are shared."""
-    swapped = [t.transpose(1, 2) for t in tensors]
-    shared = groups if groups < exchange.ranks else None
-    found = exchange.to_heads(*swapped) if to_heads else exchange.to_seq(*swapped, heads=shared)
-    return [t.transpose(1, 2) for t in found]
+    return Swap.apply(exchange, False, out.transpose(1, 2))[0].transpose(1, 2).contiguous(), state

@@ -194,18 +194,20 @@ def _stripe_plan(rows: int, chunk: int, ranks: int, rank: int) -> tuple[Tensor, 
     return torch.argsort(to, stable=True), count[0], count[1]
 
 
-class _Swap(torch.autograd.Function):
+class Swap(torch.autograd.Function):
+    """`Exchange.to_heads` or `to_seq` of tensors that go in one buffer; their gradients go the other way."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Exchange, to_heads: bool) -> Tensor:
-        ctx.exchange, ctx.there = exchange, to_heads
-        ctx.shared = x.shape[1] if to_heads and x.shape[1] < exchange.ranks else None
-        return (exchange.to_heads if to_heads else exchange.to_seq)(x)[0]
+    def forward(ctx: Any, exchange: Exchange, to_heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange, ctx.there, heads = exchange, to_heads, tensors[0].shape[1]
+        ctx.shared = heads if to_heads and heads < exchange.ranks else None
+        return tuple((exchange.to_heads if to_heads else exchange.to_seq)(*tensors))
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (back,) = ctx.exchange.to_seq(grad, heads=ctx.shared) if ctx.there else ctx.exchange.to_heads(grad)
-        return back, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        back = ctx.exchange.to_seq(*grads, heads=ctx.shared) if ctx.there else ctx.exchange.to_heads(*grads)
+        return None, None, *back
 
 
 def whole_heads(heads: int, kv_heads: int, ranks: int) -> bool:
@@ -233,7 +235,7 @@ def seq_to_heads(x: Tensor, group: Any | Exchange = None) -> Tensor:
     heads, ranks = x.shape[1], exchange.ranks
     if heads % ranks and ranks % heads:
         raise ValueError(f"{heads} heads neither divide over {ranks} ranks nor are shared evenly by them")
-    return _Swap.apply(x, exchange, True)
+    return Swap.apply(exchange, True, x)[0]
 
 
 def heads_to_seq(x: Tensor, group: Any | Exchange = None) -> Tensor:
@@ -246,4 +248,4 @@ def heads_to_seq(x: Tensor, group: Any | Exchange = None) -> Tensor:
     size, ranks = x.shape[2], exchange.ranks
     if size % ranks:
         raise ValueError(f"a sequence of {size} does not divide over {ranks} ranks; {size + -size % ranks} does")
-    return _Swap.apply(x, exchange, False)
+    return Swap.apply(exchange, False, x)[0]
