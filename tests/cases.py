@@ -5,6 +5,7 @@ import copy
 import functools
 import gc
 import math
+import os
 import socket
 import sys
 import time
@@ -25,7 +26,7 @@ from alstlib.base.reference import shift
 from alstlib.data.shard import shard_batch
 from alstlib.planner.measure.ledger import Ledger
 from alstlib.planner.measure.verify import errors_of
-from alstlib.runs import processes
+from alstlib.runs.processes import RUN_ID_VARIABLE
 from alstlib.ulysses.head_layouts import WholeHeads
 
 VOCAB = 96
@@ -357,11 +358,21 @@ READS_PROC = sys.platform.startswith("linux") and sys.byteorder == "little"
 reads_proc = pytest.mark.skipif(not READS_PROC, reason="reads Linux's /proc")
 
 
+def living(value, variable=RUN_ID_VARIABLE):
+    """The command lines of all other processes that were started with this value of an environment variable."""
+    found = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.pid != os.getpid() and process.environ().get(variable) == value:
+                found[process.pid] = " ".join(process.cmdline())[:120]
+    return found
+
+
 def listening(out):
     """Addresses on which each process of the newest attempt in `out` listens (TCP) or receives (UDP)."""
     run = max((out / "logs").iterdir(), key=lambda p: p.stat().st_mtime).name
     found = {}
-    for pid in processes.processes(run):
+    for pid in living(run):
         with contextlib.suppress(psutil.Error):
             for one in psutil.Process(pid).net_connections("inet"):
                 if one.status == psutil.CONN_LISTEN or (one.type == socket.SOCK_DGRAM and not one.raddr):

@@ -25,7 +25,6 @@ from alstlib.runs.cluster import Nodes
 from alstlib.runs.processes import (
     GRACE_SECONDS,
     WARNED,
-    die_with_parent,
     sigterm_interrupts,
     stop,
     warnings_call,
@@ -35,7 +34,7 @@ from alstlib.runs.progress import Progress, ProgressReader, log_tail, whereabout
 from alstlib.runs.results import Json
 from alstlib.runs.torchrun import LOST, Attempt, cause, failures, lost, read_reports
 
-__all__ = ["Progress", "RunFailed", "die_with_parent", "finished", "launch", "progress_printer", "resolve"]
+__all__ = ["RunFailed", "finished", "launch", "progress_printer", "resolve"]
 
 OUT = Path("papermill_runs", "out")
 ONE_NODE = Nodes()

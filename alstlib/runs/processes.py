@@ -68,7 +68,7 @@ def die_with_parent() -> None:
         return
     signal_with_parent(signal.SIGKILL)
     run = os.environ.get(RUN_ID_VARIABLE)
-    if run and os.getppid() not in processes(run):  # torchrun ended before the line above
+    if run and os.getppid() not in [process.pid for process in _found(run)]:  # torchrun ended before the line above
         print("torchrun is gone; this rank ends", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -90,21 +90,12 @@ def ask_where() -> None:
             rank.send_signal(signal.SIGUSR1)
 
 
-def _found(value: str, variable: str = RUN_ID_VARIABLE) -> Iterator[psutil.Process]:
-    """Processes other than this one that were started with this value of an environment variable."""
+def _found(run: str) -> Iterator[psutil.Process]:
+    """Processes of a run, other than this one."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.pid != os.getpid() and process.environ().get(variable) == value:
+            if process.pid != os.getpid() and process.environ().get(RUN_ID_VARIABLE) == run:
                 yield process
-
-
-def processes(value: str, variable: str = RUN_ID_VARIABLE) -> dict[int, str]:
-    """The command lines of the processes that were started with this value of an environment variable."""
-    found = {}
-    for process in _found(value, variable):
-        with contextlib.suppress(psutil.Error):
-            found[process.pid] = " ".join(process.cmdline())[:120]
-    return found
 
 
 def stop(agent: subprocess.Popen[bytes] | None, run: str) -> None:

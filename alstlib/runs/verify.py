@@ -75,8 +75,6 @@ def judge_stack(args: argparse.Namespace) -> int:
     }
     if given := [name for name, value in ours.items() if value] + (["--sp"] if args.sp != 2 else []):
         raise ValueError(f"--stack judges a stack as its documentation sets it up, on 2 ranks: leave out {given[0]}")
-    if not REFEREE.is_file():
-        raise ValueError("--stack needs papermill_runs/referee/ of the repository, which is not beside this package")
     if args.stack not in _stacks():
         raise ValueError(f"there is no stack '{args.stack}': {', '.join(_stacks())}")
     flags = ["--json"] if args.json else []

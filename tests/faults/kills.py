@@ -17,10 +17,9 @@ import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
-from cases import wait_for
+from cases import living, wait_for
 
 from alstlib.runs import status
-from alstlib.runs.processes import processes
 from alstlib.runs.progress import ProgressReader
 from alstlib.runs.results import read_result
 
@@ -78,7 +77,7 @@ class Chain:
 
     def processes(self):
         """Command lines of all that lives of this chain, whoever is its parent now."""
-        return processes(self.mark, MARK)
+        return living(self.mark, MARK)
 
     def of(self, victim, command):
         """Processes that get the signal; none where the victim is not there."""

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from cases import run_with
+from cases import living, run_with
 from kills import TOLERANCE
 
-from alstlib.runs import launch, processes, results, status
+from alstlib.runs import launch, results, status
 from alstlib.runs.workers import ABLATION
 
 HERE = Path(__file__).parent
@@ -28,7 +28,7 @@ def start(out, run=RUN, fault=""):
         return launch.launch(run, out, worker="faulty" if fault else ABLATION, extra_env=extra)
     finally:
         for attempt in (out / "logs").glob("*"):
-            assert not processes.processes(attempt.name)
+            assert not living(attempt.name)
 
 
 def fails(out, run=RUN, fault=""):

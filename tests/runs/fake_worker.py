@@ -15,8 +15,9 @@ import time
 from pathlib import Path
 
 from alstlib.base.config import RunConfig
-from alstlib.runs import launch, results
-from alstlib.runs.processes import answer_where
+from alstlib.runs import results
+from alstlib.runs.processes import answer_where, die_with_parent
+from alstlib.runs.progress import Progress, ProgressReader
 
 
 def is_alive(started):
@@ -30,11 +31,11 @@ def is_alive(started):
 
 def main():
     given = {name: Path(value) for name, value in zip(sys.argv[1::2], sys.argv[2::2])}
-    launch.die_with_parent()
+    die_with_parent()
     answer_where()
     out, config = given["--out"], RunConfig.from_dict(json.loads(given["--config"].read_text()))
     what, rank, length = config.model.config["fake"], int(os.environ["RANK"]), config.data.seq_len
-    progress = launch.Progress(out / "progress.jsonl", rank)
+    progress = Progress(out / "progress.jsonl", rank)
 
     def end(status, message, **metrics):
         error = {"type": "Explained", "message": message} if message else None
@@ -66,7 +67,7 @@ def main():
     if what == "fail":
         raise RuntimeError("rank one is broken")
     if what in ("shrink", "shrink_then_hang", "stuck") and rank == 0:
-        again = any(e["event"] == "tried" for e in launch.ProgressReader(progress.path).read())
+        again = any(e["event"] == "tried" for e in ProgressReader(progress.path).read())
         progress.emit("tried", seq_len=900, peak=100)
         if what == "stuck" or not again:
             progress.emit("tried", seq_len=1000, peak=None)

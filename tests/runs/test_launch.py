@@ -17,7 +17,7 @@ from unittest import mock
 import psutil
 import pytest
 import torch
-from cases import check_refused, lines_of, make_file, reads_proc, run_with, values_of, wait_for
+from cases import check_refused, lines_of, living, make_file, reads_proc, run_with, values_of, wait_for
 
 from alstlib.base.config import RunConfig, row_config
 from alstlib.planner import devices, preflight
@@ -57,7 +57,7 @@ def processes_of(out):
     lines = {p.pid: " ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])}
     named = {pid: line for pid, line in lines.items() if str(out) in line and pid != os.getpid()}
     for attempt in out.glob("**/logs/*"):
-        named |= processes.processes(attempt.name)
+        named |= living(attempt.name)
     return named
 
 
@@ -248,7 +248,7 @@ def test_stopping_sweeps_processes_that_left_the_agent():
     try:
         for stray in (one, other):
             stray.stdout.readline()
-        assert list(processes.processes("run-1")) == [one.pid]
+        assert list(living("run-1")) == [one.pid]
         processes.stop(None, "run-1")
         assert one.wait(5) == -signal.SIGKILL
         assert other.poll() is None
@@ -261,7 +261,7 @@ def test_stopping_sweeps_processes_that_left_the_agent():
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full to stand for a full disk")
 def test_progress_that_a_full_disk_does_not_take_is_dropped_with_a_warning():
     with pytest.warns(UserWarning, match="progress is not recorded"):
-        launch.Progress("/dev/full").emit("step", step=1)
+        progress.Progress("/dev/full").emit("step", step=1)
 
 
 RESOLVED = """

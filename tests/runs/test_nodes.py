@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from cases import check_refused, lines_of, listening, make_file, reads_proc, values_of, wait_for
+from cases import check_refused, lines_of, listening, living, make_file, reads_proc, values_of, wait_for
 from test_launch import PATHS, hanging, in_thread, processes_of, result_of, start, with_gpus
 
 from alstlib.base import sizing
@@ -32,7 +32,7 @@ def two_nodes(monkeypatch):
 
 def of_run(out):
     """All processes of a run: its launcher, agents and ranks."""
-    found = (pid for attempt in (out / "logs").glob("*") for pid in processes.processes(attempt.name))
+    found = (pid for attempt in (out / "logs").glob("*") for pid in living(attempt.name))
     return [psutil.Process(pid) for pid in found if psutil.pid_exists(pid)]
 
 

@@ -17,9 +17,7 @@ import tempfile
 import uuid
 from pathlib import Path
 
-from cases import wait_for
-
-from alstlib.runs.processes import processes
+from cases import living, wait_for
 
 PACKAGES = ("slurm-wlm", "munge")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "sinfo", "scancel")
@@ -149,7 +147,7 @@ class Cluster:
 
     def processes(self):
         """Command lines of what was started here and lives, the daemons and their jobs."""
-        return processes(self.mark, MARK)
+        return living(self.mark, MARK)
 
     def _configure(self):
         control, *ports = free_ports(1 + len(NODES))

@@ -11,13 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from cases import ROOT, wait_for
+from cases import ROOT, living, wait_for
 from cluster import CPU_NODES, GPU_NODES, GPUS, tail
 from test_lab import checkout as copy
 from test_repository import program
 
 from alstlib.runs import results
-from alstlib.runs.processes import processes
 from alstlib.runs.torchrun import AGENT
 
 PAGE = re.search(r"^### Slurm\n(.*?)^## ", (ROOT / "env" / "README.md").read_text(), re.M | re.S)[1]  # type: ignore[index]
@@ -132,7 +131,7 @@ def test_a_node_that_dies_is_named(slurm, checkout):
     reached(slurm, job, row, 3)
     (attempt,) = (row / "logs").iterdir()
     (agent,) = [
-        pid for pid in processes(attempt.name)
+        pid for pid in living(attempt.name)
         if AGENT in psutil.Process(pid).cmdline() and psutil.Process(pid).environ().get("SLURMD_NODENAME") == "n2"
         and psutil.Process(pid).name() != "srun"
     ]  # fmt: skip
@@ -142,7 +141,7 @@ def test_a_node_that_dies_is_named(slurm, checkout):
     assert error["type"] == "NodeLost"
     assert "node 1 (n2) ended without a word" in error["message"]
     assert "srun: error: n2: task 1: Killed" in error["message"]
-    assert not processes(attempt.name)
+    assert not living(attempt.name)
 
 
 # The page

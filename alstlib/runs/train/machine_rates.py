@@ -106,7 +106,7 @@ class MeasureRates(Job):
         free, here = host_free(), self.here
         nvidia = self.device.type == "cuda"  # others have no such numbers of what they can
         return {
-            "tokens_per_step": 0, "step_seconds": [], "dtype": str(self.dtype).removeprefix("torch."),
+            "dtype": str(self.dtype).removeprefix("torch."),
             "device_name": platform.machine() + " CPU" if here is None else here.get_device_name(self.device),
             "capability": torch.cuda.get_device_capability(self.device)[0] if nvidia else 0,
             "ranks": self.world, "ranks_of_node": self.local, "nodes": node_count(self.world),
