@@ -19,6 +19,7 @@ MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_s
 LLAMA, MISTRAL = ({**TEXT, "model_type": name} for name in ("llama", "mistral"))
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 QWEN3 = {**PATCHES, "hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32, "num_position_embeddings": 16}
+GLM_TEXT = {**TEXT, "rope_parameters": {**MROPE["rope_parameters"], "partial_rotary_factor": 1.0}}
 GLM = {**PATCHES, "hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32, "image_size": 8}
 MODELS = {
     "llava": (LLAMA, {**TOWER, **TILES, "model_type": "clip_vision_model", "projection_dim": 16},
@@ -37,8 +38,8 @@ MODELS = {
     "qwen3_5": ({**TEXT, **MROPE, "layer_types": ["linear_attention", "full_attention", "full_attention"],
                  "linear_key_head_dim": 8, "linear_value_head_dim": 6, "linear_num_key_heads": 2,
                  "linear_num_value_heads": 4}, QWEN3, {}),
-    "glm4v": ({**TEXT, **MROPE}, GLM, {}),
-    "glm4v_moe": ({**TEXT, **MROPE, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "glm4v": (GLM_TEXT, GLM, {}),
+    "glm4v_moe": ({**GLM_TEXT, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
                    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}, GLM, {}),
 }  # fmt: skip
 """The fields of the text's config, of the tower's, and of the model's."""

@@ -65,7 +65,9 @@ class ImageLayout:
         fields = {n: torch.as_tensor(given[n]).cpu() for n in IMAGE_KEYS if given.get(n) is not None}
         taken = {"pixel_values", "mm_token_type_ids", self.sizes} - {""}
         taken |= {"pixel_attention_mask"} if self.nested else set()
-        taken |= {"pixel_values_videos", "video_grid_thw", "second_per_grid_ts"} if self.video_token is not None else set()
+        taken |= (
+            {"pixel_values_videos", "video_grid_thw", "second_per_grid_ts"} if self.video_token is not None else set()
+        )
         if unknown := sorted(fields.keys() - taken):
             raise ValueError(f"{', '.join(unknown)}: this model takes images as {', '.join(sorted(taken))}")
         images = self._pieces(fields, ids, "image", self.token)

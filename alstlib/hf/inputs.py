@@ -93,7 +93,9 @@ def read_call(
     images = take_images(handle, kwargs)
     inputs = replace(take_call(kwargs, handle.ctx, chunk), images=images)
     if inputs.striped and images:
-        raise ValueError("chunk with sp > 1 moves tokens to other ranks, where features of images do not follow: chunk=None")
+        raise ValueError(
+            "chunk with sp > 1 moves tokens to other ranks, where features of images do not follow: chunk=None"
+        )
     if handle.facts.offset and kwargs.get("position_ids") is not None:
         kwargs["position_ids"] = kwargs["position_ids"] + handle.facts.offset
     router = router_loss(handle, inputs.labels, kwargs)

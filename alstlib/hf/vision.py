@@ -193,8 +193,8 @@ def _by_pixels(inner: Any, config: Any, vision: Any) -> ImageLayout:
     unit = vision.patch_size * getattr(config, "spatial_merge_size", 1)
 
     def blank() -> Fields:
-        pixels = torch.ones(1, vision.num_channels, unit, unit)
-        return {"pixel_values": pixels, "image_sizes": torch.tensor([[unit, unit]])}
+        size = unit, 2 * unit  # of two features: transformers squeezes the only one of several
+        return {"pixel_values": torch.ones(1, vision.num_channels, *size), "image_sizes": torch.tensor([size])}
 
     return ImageLayout(
         token=config.image_token_id, blank=blank, sizes="image_sizes", unit=unit, width=vision.hidden_size
@@ -227,7 +227,9 @@ def _by_patches(videos: bool) -> Callable[[Any, Any, Any], ImageLayout]:
 LAYOUTS: dict[str, Callable[[Any, Any, Any], ImageLayout | None]] = {
     **dict.fromkeys(("llava", "internvl", "idefics3", "smolvlm"), _same_size),
     "mistral3": _by_pixels,
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _by_patches(True)),
+    **dict.fromkeys(
+        ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _by_patches(True)
+    ),
     **dict.fromkeys(("glm4v", "glm4v_moe"), _by_patches(False)),
 }
 """What makes the layout of a model, by its type: of its base model, its config and that of its tower."""

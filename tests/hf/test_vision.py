@@ -41,7 +41,9 @@ def step_on_rank(rank, world, name, parts, replicas=1, engine="average", options
     with attach(model, ctx, **(options or {})) as handle:
         if change == "LoRA":
             wanted = "q_proj|v_proj|qkv|proj"
-            train = peft.get_peft_model(model, peft.LoraConfig(target_modules=rf".*({wanted})$", init_lora_weights=False))
+            train = peft.get_peft_model(
+                model, peft.LoraConfig(target_modules=rf".*({wanted})$", init_lora_weights=False)
+            )
         with handle.as_its_own():
             loss, want = plain_vlm(train, [one for row in rows for one in row])
         driven = fsdp2(train) if engine == "fsdp2" else engine_of(train, engine) if world > 1 else train
@@ -70,15 +72,24 @@ def fsdp2(model):
     return fully_shard(model)
 
 
-def check(results, gradient=1e-4):
-    for rank, (loss, error, name, leased) in enumerate(results):
-        assert loss < 1e-6, (rank, loss)
+def check(results, loss=1e-6, gradient=1e-4):
+    """In fp32; a gradient that is zero but for rounding, as of a key's bias, is judged in fp64 alone."""
+    for rank, (loss_error, error, name, leased) in enumerate(results):
+        assert loss_error < loss, (rank, loss_error)
         assert error < gradient, (rank, error, name)
         assert leased == 0
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("sp", [1, 2, 3])
+def in_fp64(rank, world, name, cases, **how):
+    with in_full():
+        return {
+            case: step_on_rank(rank, world, name, parts, dtype=torch.float64, **how) for case, parts in cases.items()
+        }
+
+
+@pytest.mark.parametrize("sp", [2, 3, 1])
 @pytest.mark.parametrize("name", MODELS)
-def test_images_are_exact(pools, name, sp, case):
-    check(on_ranks(pools, sp, step_on_rank, name, CASES[case]))
+def test_images_are_exact(pools, name, sp):
+    """Several images in a sample, one, none; with few tokens some images cross a border between slices, or lie at it."""
+    for result in on_ranks(pools, sp, in_fp64, name, CASES):
+        check(result.values(), 1e-9, 1e-9)
