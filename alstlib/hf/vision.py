@@ -43,7 +43,9 @@ def image_layout(model: PreTrainedModel) -> ImageLayout | None:
     """How this model takes images; None where that is not known, or not exact."""
     config: Any = model.config
     make = LAYOUTS.get(config.model_type)
-    return None if make is None else make(model.base_model, config, config.vision_config)
+    if make is None or not hasattr(model.base_model, "get_image_features"):
+        return None
+    return make(model.base_model, config, config.vision_config)
 
 
 def why_no_images(model: PreTrainedModel) -> str:
