@@ -138,10 +138,16 @@ def _travelled(out: Any, plan: FeaturePlan, exchange: Exchange) -> Any:
     if len(plan.send) > len(rows[0]):
         raise ValueError(f"the tower made {len(rows[0])} features of images that have {len(plan.send)} placeholders")
     arrived = TravelledFeatures.apply(torch.cat(rows, 1), plan, exchange).split([t.shape[1] for t in rows], 1)
-    out.pooler_output = arrived[0] if isinstance(made[0], Tensor) else [arrived[0]]
-    if len(made) > 1:
-        out.deepstack_features = [[t] for t in arrived[1:]]
+    out.pooler_output, *deep = map(_like, arrived, made)
+    if deep:
+        out.deepstack_features = deep
     return out
+
+
+def _like(rows: Tensor, made: Any) -> Any:
+    """Features [m, E] as the model has made others: a list with a tensor for each image, or a tensor [..., E], in which
+    each is an image of its own."""
+    return rows.view(-1, *[1] * (made.ndim - 2), rows.shape[1]) if isinstance(made, Tensor) else [rows]
 
 
 class TravelledFeatures(torch.autograd.Function):
