@@ -117,6 +117,22 @@ def joined(documents, lengths=True):
     return {**made, "document_lengths": [[one["input_ids"].shape[1] for one in documents]]} if lengths else made
 
 
+def rows_of(documents):
+    """Documents as rows of a micro-batch, padded on the right, and with images of zeros where images lie by row."""
+    length = max(one["input_ids"].shape[1] for one in documents)
+    made = joined(documents, lengths=False)
+    for name, fill in (("input_ids", 2), ("labels", -100)):
+        rows = [nn.functional.pad(one[name], (0, length - one[name].shape[1]), value=fill) for one in documents]
+        made[name] = torch.cat(rows)
+    real = torch.tensor([one["input_ids"].shape[1] for one in documents])
+    made["attention_mask"] = (torch.arange(length) < real[:, None]).long()
+    if made["pixel_values"].ndim == 5:
+        images = [one["pixel_values"] for one in documents if "pixel_values" in one]
+        most = max(t.shape[1] for t in images)
+        made["pixel_values"] = torch.cat([nn.functional.pad(t, [0] * 7 + [most - t.shape[1]]) for t in images])
+    return made
+
+
 def plain_vlm(model, documents):
     """Loss and gradients of the mean over all labels, of plain transformers, document by document."""
     model, total = copy.deepcopy(model), torch.zeros((), dtype=torch.float64)

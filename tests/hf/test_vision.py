@@ -7,7 +7,7 @@ import transformers
 from cases import ALL_ON, attach, check_refused, on_ranks
 from matrix import engine_of
 from matrix import gradients as gradients_of
-from pictures import IMAGE, MODELS, TEXT, VIDEOS, document, joined, plain_vlm, small_vlm
+from pictures import IMAGE, MODELS, TEXT, VIDEOS, document, joined, plain_vlm, rows_of, small_vlm
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import alstlib
@@ -26,8 +26,11 @@ CASES = {
 """The documents of one row."""
 
 
-def step_on_rank(rank, world, name, parts, *, replicas=1, engine="average", change=None, dtype=None, **options):
+def step_on_rank(
+    rank, world, name, parts, *, replicas=1, engine="average", change=None, dtype=None, batch=joined, **options
+):
     """Largest errors of the loss and of a gradient, and whose; one row for each replica."""
+    replicas = world if change == "replicas" else 1
     ctx = alstlib.SPContext.create(world // replicas)
     model = small_vlm(name, dtype or torch.float32)
     rows = [parts[i::replicas] for i in range(replicas)]
@@ -45,9 +48,14 @@ def step_on_rank(rank, world, name, parts, *, replicas=1, engine="average", chan
         with handle.as_its_own():
             loss, want = plain_vlm(train, [one for row in rows for one in row])
         driven = fsdp2(train) if engine == "fsdp2" else engine_of(train, engine) if world > 1 else train
-        loader = alstlib.SPDataLoader([joined(rows[ctx.dp_rank])], ctx, replicated=True, images=handle.images)
-        (batch,) = loader
-        out = alstlib.causal_lm_loss(driven, batch)
+        loader = alstlib.SPDataLoader(
+            [(rows_of if change == "padded rows" else joined)(rows[ctx.dp_rank])],
+            ctx,
+            replicated=True,
+            images=handle.images,
+        )
+        (given,) = loader
+        out = alstlib.causal_lm_loss(driven, given)
         driven.backward(out.loss) if engine.startswith("zero") else out.loss.backward()
         got = gradients_of(train, engine) if world > 1 else {
             n: p.grad for n, p in train.named_parameters() if p.grad is not None
@@ -105,6 +113,32 @@ def test_videos_are_exact(ranks2):
         check(result, 1e-9, 1e-9)
 
 
+def rows_on_rank(rank, world):
+    parts = [[3, "image", 2, "image", 4], [2, "image", 17]]
+    names = ("llava", "qwen2_vl", "idefics3")
+    return [in_fp64(rank, world, name, {name: parts}, change="padded rows")[name] for name in names]
+
+
+def test_padded_rows_are_exact(ranks2):
+    for result in ranks2(rows_on_rank):
+        check(result, 1e-9, 1e-9)
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
+def test_on_one_rank_the_model_takes_what_its_processor_makes(name):
+    """Without a plan: its own forward sees all images."""
+    model, one = small_vlm(name, torch.float64), document(name, SEVERAL)
+    types = {"mm_token_type_ids": (one["input_ids"] == IMAGE).long()} if name == "qwen2_vl" else {}
+    with in_full():
+        loss, want = plain_vlm(model, [one])
+        with attach(model):
+            out = model(**one, **types)
+            out.loss.backward()
+        errors = errors_of({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, want)
+    assert abs(out.loss.item() - loss) < 1e-9 * loss
+    assert max(errors.values()) < 1e-9
+
+
 def ways_on_rank(rank, world):
     """Frozen towers and texts, adapters in both, and every way of running layers that takes images."""
     parts, made = [SEVERAL], {}
@@ -129,7 +163,7 @@ def engines_on_rank(rank, world):
     for engine in ("zero3", "fsdp2"):
         made[engine, "one image"] = step_on_rank(rank, world, "qwen3_vl", CASES["one"], engine=engine)
         parts = [[4, "image", 3, "image", 2], [17]]
-        made[engine, "one replica"] = step_on_rank(rank, world, "qwen3_vl", parts, replicas=2, engine=engine)
+        made[engine, "one replica"] = step_on_rank(rank, world, "qwen3_vl", parts, change="replicas", engine=engine)
     return made
 
 
@@ -163,6 +197,19 @@ def test_the_plan_brings_each_feature_to_its_placeholder(sp):
 def test_images_are_dealt_by_cost():
     assert deal([1, 9, 2, 3, 3], 2) == [1, 0, 1, 1, 1]
     assert deal([], 3) == []
+
+
+def test_a_rank_is_given_the_images_that_it_is_dealt():
+    """Each image on one rank; the rank without one gets the smallest, of which nothing is sent."""
+    model, one = small_vlm("qwen2_vl"), joined([document("qwen2_vl", SEVERAL)])
+    with attach(model) as handle:
+        slices = [shard_batch(one, 4, r, images=handle.images) for r in range(4)]
+    sizes = [tuple(part["image_grid_thw"].flatten().tolist()) for part in slices]
+    assert sorted(sizes) == sorted([*map(tuple, one["image_grid_thw"].tolist()), (1, 2, 2)])
+    sent = [len(part["image_plan"].send) for part in slices]
+    assert sorted(sent) == sorted([0, *(one["image_grid_thw"].prod(1) // 4).tolist()])
+    for size, part in zip(sizes, slices):
+        assert len(part["pixel_values"]) == size[1] * size[2]
 
 
 def test_positions_of_several_dimensions_are_those_of_the_whole_document():
