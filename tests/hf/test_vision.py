@@ -18,6 +18,7 @@ from alstlib.planner.measure.verify import errors_of, in_full
 SEVERAL = [3, "image", 9, "image", 2, "image", 4]
 CASES = {
     "several": [SEVERAL],
+    "dense": [["image", 1, "image", 1, "image", 1, "image", 1, "image"]],
     "one": [["image", 21]],
     "none": [[23]],
     "at the end": [[2, "image", 2, "image"]],
@@ -26,9 +27,7 @@ CASES = {
 """The documents of one row."""
 
 
-def step_on_rank(
-    rank, world, name, parts, *, replicas=1, engine="average", change=None, dtype=None, batch=joined, **options
-):
+def step_on_rank(rank, world, name, parts, *, engine="average", change=None, dtype=None, **options):
     """Largest errors of the loss and of a gradient, and whose; one row for each replica."""
     replicas = world if change == "replicas" else 1
     ctx = alstlib.SPContext.create(world // replicas)
@@ -48,12 +47,8 @@ def step_on_rank(
         with handle.as_its_own():
             loss, want = plain_vlm(train, [one for row in rows for one in row])
         driven = fsdp2(train) if engine == "fsdp2" else engine_of(train, engine) if world > 1 else train
-        loader = alstlib.SPDataLoader(
-            [(rows_of if change == "padded rows" else joined)(rows[ctx.dp_rank])],
-            ctx,
-            replicated=True,
-            images=handle.images,
-        )
+        whole = (rows_of if change == "padded rows" else joined)(rows[ctx.dp_rank])
+        loader = alstlib.SPDataLoader([whole], ctx, replicated=True, images=handle.images)
         (given,) = loader
         out = alstlib.causal_lm_loss(driven, given)
         driven.backward(out.loss) if engine.startswith("zero") else out.loss.backward()
@@ -97,7 +92,8 @@ def in_fp64(rank, world, name, cases, **how):
 @pytest.mark.parametrize("sp", [2, 3, 1])
 @pytest.mark.parametrize("name", MODELS)
 def test_images_are_exact(pools, name, sp):
-    """Several images in a sample, one, none; some cross a border between slices, or lie at it."""
+    """Several images in a sample, one, none; some cross a border between slices, or lie at it; a dense sample has
+    images of several ranks in one slice, which arrive in another order."""
     for result in on_ranks(pools, sp, in_fp64, name, CASES):
         check(result.values(), 1e-9, 1e-9)
 
