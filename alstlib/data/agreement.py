@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from alstlib.base.mesh import SPContext, gather_text
+from alstlib.data.images import ImageLayout
 from alstlib.data.shard import SLICED, Batch, checksum, cut, prepare, valid_tokens
 
 logger = logging.getLogger(__name__)
@@ -131,8 +132,9 @@ def check_same(ctx: SPContext, mine: Mapping[str, int], remedy: str) -> None:
 
 
 def read_together(
-    ctx: SPContext, batches: Iterable[Any], most: int, multiple: int, remedy: str = ""
-) -> tuple[list[Batch], list[list[list[int]]]]:
+    ctx: SPContext, batches: Iterable[Any], most: int, multiple: int, remedy: str = "",
+    images: ImageLayout | None = None,
+) -> tuple[list[Batch], list[list[list[int]]]]:  # fmt: skip
     """All of these batches, at most `most`, checked and padded to a `multiple`; and of those of each rank the sizes: B,
     P, offsets, valid tokens and tokens that are not padding.
 
@@ -147,7 +149,7 @@ def read_together(
     failed: Exception | None = None
     try:
         for batch in batches:
-            wholes.append(prepare(batch, multiple))
+            wholes.append(prepare(batch, multiple, images))
     except Exception as error:  # whatever a dataset raises has to reach the other ranks, or they hang
         failed = error
     mark = checksum(whole[name] for whole in wholes for name in (*SLICED, "cu_seqlens")) if remedy else 0
@@ -165,7 +167,9 @@ def read_together(
     return wholes, [[row[at : at + 5] for at in range(3, 3 + 5 * row[0], 5)] for row in table]
 
 
-def share_step(batches: Iterable[Mapping[str, Any]], ctx: SPContext, most: int = 1) -> list[Batch]:
+def share_step(
+    batches: Iterable[Mapping[str, Any]], ctx: SPContext, most: int = 1, images: ImageLayout | None = None
+) -> list[Batch]:  # fmt: skip
     """This rank's slices of the micro-batches of one optimizer step, which every rank of a group reads whole.
 
     Collective. For a training loop that reads its own batches, such as Trainer's; `SPDataLoader` is the loader for an
@@ -175,13 +179,14 @@ def share_step(batches: Iterable[Mapping[str, Any]], ctx: SPContext, most: int =
 
     Args:
         batches: at most `most` of them, which must be the same number on all ranks; an iterator may end early.
+        images: how the model takes images (`Handle.images`), where it reads some.
 
     Raises: what `read_together` does.
     """
     wholes, told = read_together(
         ctx, batches, most, ctx.sp,
         "seed all ranks alike (Python, NumPy and PyTorch), also in workers and collators, and give samplers the "
-        "replica (num_replicas=dp, rank=dp_rank) and not the rank",
+        "replica (num_replicas=dp, rank=dp_rank) and not the rank", images,
     )  # fmt: skip
     if (dropped := len(wholes) - (least := min(map(len, told)))) > 0:
         logger.warning("the data of another rank ended: %d of its step's micro-batches are dropped", dropped)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from alstlib.base.mesh import SPContext
 from alstlib.data.agreement import check_same, read_together
+from alstlib.data.images import ImageLayout
 from alstlib.data.prefetch import Reader
 from alstlib.data.shard import SLICED, WHOLE, Batch, check_pad_to, cut
 
@@ -44,6 +45,8 @@ class SPDataLoader:
         pad_to: samples are padded on the right to a multiple of this many tokens (default: sp).
         device: where the yielded tensors are; default: the current CUDA device where the process group has NCCL only,
             otherwise the CPU.
+        images: how the model takes images (`Handle.images`), where it reads some. With sp > 1 it needs
+            `replicated=True`, and each rank keeps the images that it is dealt.
 
     Yields:
         Dicts as `shard_batch` returns them, and in them `step_tokens` (int64 scalar on the CPU): the number of valid
@@ -60,11 +63,17 @@ class SPDataLoader:
 
     def __init__(
         self, dataloader: Any, ctx: SPContext, accumulation: int = 1, *, replicated: bool = False,
-        pad_to: int | None = None, device: torch.device | str | None = None,
+        pad_to: int | None = None, device: torch.device | str | None = None, images: ImageLayout | None = None,
     ) -> None:  # fmt: skip
         if accumulation < 1:
             raise ValueError(f"accumulation={accumulation} must be at least 1")
         check_pad_to(ctx.sp, pad_to)
+        if images is not None and ctx.sp > 1 and not replicated:
+            raise ValueError(
+                "images are not sent between ranks: let the ranks of a group read the same data (the sampler's "
+                "num_replicas=dp, rank=dp_rank), with replicated=True"
+            )
+        self.images = images
         self.dataloader, self.ctx, self.accumulation = dataloader, ctx, accumulation
         self.replicated, self.pad_to = replicated, pad_to
         self.received_bytes = 0
@@ -136,8 +145,9 @@ class SPDataLoader:
         rounds = complete = self._window // self._turns
         while complete == rounds:
             got, told = read_together(
-                self.ctx, reader.read(rounds), rounds, self.pad_to or self.ctx.sp, alike if self.replicated else ""
-            )
+                self.ctx, reader.read(rounds), rounds, self.pad_to or self.ctx.sp, alike if self.replicated else "",
+                self.images,
+            )  # fmt: skip
             complete = min(map(len, told))
             usable = complete * self._turns // self.accumulation * self.accumulation
             if complete < rounds:

@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F
 
 from alstlib.base.units import IGNORE
+from alstlib.data.images import IMAGE_KEYS, ImageLayout
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Any]
 DOCUMENTS = ("position_ids", "document_lengths", "cu_seqlens")
 """Fields of which one may say where documents start."""
 KEYS = ("input_ids", "labels", "attention_mask", *DOCUMENTS)
@@ -100,19 +101,24 @@ def _document_starts(given: Mapping[str, Any], real: torch.Tensor, tail: torch.T
     return starts & ~tail
 
 
-def prepare(batch: Mapping[str, Any], multiple: int) -> Batch:
+def prepare(batch: Mapping[str, Any], multiple: int, images: ImageLayout | None = None) -> Batch:
     """Check a batch, shift its labels and pad its micro-batch rows to a `multiple` of tokens: `shard_batch` before the
     cut.
 
-    Returns: int64 [B, P] input_ids, position_ids, shift_labels; int32 cu_seqlens and row_tokens on the CPU.
+    Returns: int64 [B, P] input_ids, position_ids, shift_labels; int32 cu_seqlens and row_tokens on the CPU; where the
+    layout of `images` is told, `images`: those of the batch.
     """
     if not isinstance(batch, Mapping):
         raise ValueError(f"the loader yields {type(batch).__name__}; it must yield dicts with input_ids and labels")
     for name in ("input_ids", "labels"):
         if batch.get(name) is None:
             raise ValueError(f"the batch has no '{name}', only {sorted(map(str, batch))}; every batch needs it")
-    if unknown := [str(key) for key in batch if key not in KEYS]:
-        raise ValueError(f"keys {unknown} cannot be sharded; drop them in the collate_fn (known: {', '.join(KEYS)})")
+    known = KEYS if images is None else (*KEYS, *IMAGE_KEYS)
+    if unknown := [str(key) for key in batch if key not in known]:
+        hint = "; of a model that reads images give images=handle.images" if {*unknown} & {*IMAGE_KEYS} else ""
+        raise ValueError(
+            f"keys {unknown} cannot be sharded; drop them in the collate_fn (known: {', '.join(known)}){hint}"
+        )
     given = {key: value for key, value in batch.items() if value is not None}
     ids = _integers(given, "input_ids")
     if ids.dim() != 2 or 0 in ids.shape:
@@ -146,13 +152,14 @@ def prepare(batch: Mapping[str, Any], multiple: int) -> Batch:
         raise ValueError(f"B * S = {starts.numel()} tokens do not fit int32 offsets; the most is {2**31 - 1}")
     first = torch.where(starts, column, 0).cummax(1).values
     offsets = F.pad(starts.flatten().nonzero().flatten(), (0, 1), value=starts.numel())
-    return {
+    whole = {
         "input_ids": F.pad(ids, (0, extra)),
         "position_ids": (column - first).masked_fill(tail, 0),
         "shift_labels": F.pad(shifted, (0, extra + 1), value=IGNORE),
         "cu_seqlens": offsets.to("cpu", torch.int32),
         "row_tokens": real.to("cpu", torch.int32),
     }
+    return whole if images is None else {**whole, "images": images.read(given, whole)}
 
 
 def slice_of(rows: torch.Tensor, sp: int, sp_rank: int) -> torch.Tensor:
@@ -163,7 +170,8 @@ def slice_of(rows: torch.Tensor, sp: int, sp_rank: int) -> torch.Tensor:
 def cut(whole: Batch, sp: int, sp_rank: int) -> Batch:
     """The slices of `prepare`'s batch for one rank; copies, so that the whole batch is not kept alive."""
     local = {name: slice_of(whole[name], sp, sp_rank) for name in SLICED}
-    return {**local, **{name: whole[name] for name in WHOLE}}
+    pictures = whole["images"].cut(sp, sp_rank) if "images" in whole else {}
+    return {**local, **{name: whole[name] for name in WHOLE}, **pictures}
 
 
 def valid_tokens(whole: Batch) -> int:
@@ -175,7 +183,9 @@ def check_pad_to(sp: int, pad_to: int | None) -> None:
         raise ValueError(f"pad_to={pad_to} must be a multiple of sp={sp}; use {max(round(pad_to / sp), 1) * sp}")
 
 
-def shard_batch(batch: Mapping[str, Any], sp: int, sp_rank: int, pad_to: int | None = None) -> Batch:
+def shard_batch(
+    batch: Mapping[str, Any], sp: int, sp_rank: int, pad_to: int | None = None, images: ImageLayout | None = None
+) -> Batch:  # fmt: skip
     """One rank's slice of a batch that every rank of its group holds, as `SPDataLoader` yields it. No process group is
     needed.
 
@@ -193,19 +203,23 @@ def shard_batch(batch: Mapping[str, Any], sp: int, sp_rank: int, pad_to: int | N
         sp_rank: the rank whose slice is returned, from 0 to sp - 1.
         pad_to: rows are padded on the right to a multiple of this many tokens, itself a multiple of `sp` (default: sp).
             In a row of fewer tokens than ranks some ranks have nothing but padding.
+        images: how the model takes images (`Handle.images`); the batch may then have the fields of its processor, such
+            as pixel_values and image_grid_thw.
 
     Returns:
         input_ids, position_ids and shift_labels, int64 [B, L]; cu_seqlens, int32 on the CPU: the offsets from 0 to
         B * P of the documents in the padded batch, with the start of each row; row_tokens, int32 [B] on the CPU: the
         tokens of each row that are not padding; step_tokens, an int64 scalar on the CPU: the valid labels of the whole
-        batch. Padding has token 0, position 0 and label -100. In a packed batch it is a document of its own.
+        batch. Padding has token 0, position 0 and label -100. In a packed batch it is a document of its own. With
+        `images` also pixel_values and sizes of the images that this rank is dealt, the plan of their features
+        (`image_plan`), and image_positions [B, L, 3] of a model whose positions have several dimensions.
 
     Raises:
         ValueError: keys are missing or unknown, shapes or dtypes do not fit, or positions or masks cannot be written as
             document boundaries.
     """
     check_pad_to(sp, pad_to)
-    whole = prepare(batch, pad_to or sp)
+    whole = prepare(batch, pad_to or sp, images)
     return {**cut(whole, sp, sp_rank), "step_tokens": torch.tensor(valid_tokens(whole))}
 
 

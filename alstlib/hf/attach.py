@@ -32,6 +32,7 @@ from alstlib.hf.logits import NoLogits
 from alstlib.hf.pass_state import Objective, PassState
 from alstlib.hf.support import check_model, check_shared, shared_weights
 from alstlib.hf.token_logps import OverRanks
+from alstlib.hf.vision import attach_vision, give_images, image_layout
 from alstlib.linear.adapters import adapter_of, attach_states, is_tokenwise
 from alstlib.tiled.compute import TiledMLP, TiledNorm, is_norm
 from alstlib.tiled.loss import TiledHead
@@ -68,6 +69,7 @@ def apply(model: PreTrainedModel, ctx: SPContext | None = None, options: Options
             raise ValueError(unknown)
         facts = replace(facts, not_by_blocks=facts.not_by_blocks or unknown)
     layers, handle = facts.layers, Handle(model, ctx, options, facts)
+    handle.images = image_layout(model)
     try:
         attach_attention(handle)
         attach_states(handle)
@@ -87,6 +89,7 @@ def apply(model: PreTrainedModel, ctx: SPContext | None = None, options: Options
         attach_rotary(handle)
         attach_hidden_states(handle)
         attach_routers(handle)
+        attach_vision(handle)
         _attach_calls(handle, shared)
         _attach_generation(handle)
     except BaseException:
@@ -224,6 +227,7 @@ def _attach_calls(handle: Handle, shared: list[tuple[str, nn.Parameter]]) -> Non
         if state.blocks is None:  # `block_step` has exchanged those of the whole batch
             inputs = of_all_ranks(kwargs, state.inputs, handle.chunk, handle.facts, handle.ctx)
             state = replace(state, inputs=inputs, travels=travels(handle, inputs, kwargs))
+            give_images(handle, kwargs, inputs)
         begin(replace(state, outer=now()))
         return (), kwargs
 

@@ -15,6 +15,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 
 from alstlib.hf.handle import Handle
 from alstlib.hf.support import by_longest, check_attention
+from alstlib.hf.vision import tower_modules
 
 
 def attach_attention(handle: Handle) -> None:
@@ -51,9 +52,10 @@ def attach_attention(handle: Handle) -> None:
     AttentionInterface.register(name, torch.compiler.disable(attend))
     handle.ends.callback(weakref.finalize(handle, AttentionInterface._global_mapping.pop, name, None))
     views: dict[int, PreTrainedConfig] = {}
+    towers = {*tower_modules(handle.model)} if handle.images is not None else {*()}
     for module in handle.model.modules():
         configs = {n: v for n, v in module.__dict__.items() if isinstance(v, PreTrainedConfig)}
-        for attribute, config in configs.items() if module is not handle.model else ():
+        for attribute, config in configs.items() if module is not handle.model and module not in towers else ():
             handle.edits.set(module, attribute, _view(handle, config, name, views))
 
 

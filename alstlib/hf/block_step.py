@@ -69,6 +69,8 @@ def block_step(
         check_accumulation(engine, batch, engine_divides_by)
         _check_block(handle, block)
         state = read_call(handle, given := fields_of(batch), Objective(reduction="sum"), block, agreement)
+        if state.inputs.images:
+            raise ValueError("block_step does not take images: use causal_lm_loss")
         agreement.count = -(-batch["input_ids"].shape[1] // block)
     count = agreement.count  # of the rank that has most
     steps, train = _Engine(engine, last_micro_batch), torch.is_grad_enabled()

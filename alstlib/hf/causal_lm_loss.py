@@ -17,6 +17,7 @@ from torch import Tensor
 
 from alstlib.base.mesh import SPContext
 from alstlib.base.units import IGNORE
+from alstlib.data.images import DEALT
 from alstlib.hf.inputs import PACKED, STATE, agree, check_number, handle_of, read_call
 from alstlib.hf.pass_state import Objective, PassState
 from alstlib.tiled.logits import Statistics
@@ -103,7 +104,7 @@ def loss_of(
     return share.of(out.loss * share.factor, getattr(out, "aux_loss", None))
 
 
-FIELDS = ("input_ids", "position_ids", "shift_labels", "cu_seqlens", "row_tokens", "row_length")
+FIELDS = ("input_ids", "position_ids", "shift_labels", "cu_seqlens", "row_tokens", "row_length", *DEALT)
 """Fields of a batch that an attached model is given."""
 CHECKED = ("attention_mask", *PACKED)
 """Fields that it is also given where a batch has them: its call takes them where that is exact, or else refuses."""

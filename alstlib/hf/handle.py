@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from alstlib.base.mesh import SPContext
 from alstlib.base.options import Options, TiledPart
 from alstlib.base.recompute import entered
+from alstlib.data.images import ImageLayout
 from alstlib.hf.memory_plan import MemoryPlan
 from alstlib.hf.pass_state import PassState, state_now
 from alstlib.hf.support import Facts
@@ -33,7 +34,7 @@ class Handle:
     """What `apply` returns: the attachment to one model. `detach()`, or leaving `with apply(...):`, takes it back.
 
     Attributes for users: `model`, `ctx`, `options`, `notes`, `plan` (what the last forward kept, and where),
-    `wire_bytes`.
+    `images` (how the model takes images, for `SPDataLoader` and `shard_batch`), `wire_bytes`.
     """
 
     def __init__(self, model: PreTrainedModel, ctx: SPContext, options: Options, facts: Facts) -> None:
@@ -53,6 +54,8 @@ class Handle:
         """The sizes of layers with a state and heads that have run, in order."""
         self.page_chooser: Callable[[], PageChooser | None] = lambda: None
         """Makes what selects pages for one call of a layer; None: all are seen."""
+        self.images: ImageLayout | None = None
+        """How the model takes images; None: it reads none."""
         self.plain = False
         """Whether the model runs as its own, in generate() or after detach()."""
         self.generates = ctx.sp == 1

@@ -19,6 +19,7 @@ from alstlib.base.options import Options
 from alstlib.base.recompute import backward_in_this_thread
 from alstlib.hf.handle import Handle
 from alstlib.hf.pass_state import StepInputs
+from alstlib.hf.vision import tower_modules
 from alstlib.tiled.compute import TiledModule, tiled_compute
 
 
@@ -38,8 +39,9 @@ def attach_hidden_states(handle: Handle) -> None:
 
 
 def outside_layers(handle: Handle) -> Iterator[nn.Module]:
-    """The modules of the model that are not in its layers."""
+    """The modules of the model that are neither in its layers nor in its vision tower."""
     inside = {id(m) for layer in handle.facts.layers for m in layer.modules()}
+    inside |= {id(m) for m in tower_modules(handle.model)} if handle.images is not None else {*()}
     return (m for m in handle.model.modules() if id(m) not in inside)
 
 
@@ -55,7 +57,7 @@ def travels(handle: Handle, inputs: StepInputs, kwargs: dict[str, Any]) -> bool:
         return False
     shown = kwargs.get("output_hidden_states") or getattr(handle.model.config, "output_hidden_states", False)
     embedded, mixed = kwargs.get("inputs_embeds") is not None, torch.is_autocast_enabled(inputs.device.type)
-    if shown or embedded or mixed or inputs.shape[1] <= chunk:
+    if shown or embedded or mixed or inputs.images or inputs.shape[1] <= chunk:
         return False
     if torch.is_grad_enabled() and (restore := backward_in_this_thread()) is not None:
         handle.ends.callback(weakref.finalize(handle.model, restore))  # once: a model that is dropped is not detached

@@ -24,6 +24,7 @@ from alstlib.hf.experts import router_loss
 from alstlib.hf.handle import Handle
 from alstlib.hf.pass_state import Objective, PassState, StepInputs
 from alstlib.hf.support import Facts
+from alstlib.hf.vision import take_images
 from alstlib.kernels.spans import Offsets
 from alstlib.tiled.logits import readable
 from alstlib.ulysses.alltoall import stripe
@@ -89,7 +90,12 @@ def read_call(
     Raises:
         ValueError: inputs that cannot be run exactly, with what to give instead.
     """
-    inputs = take_call(kwargs, handle.ctx, chunk)
+    images = take_images(handle, kwargs)
+    inputs = replace(take_call(kwargs, handle.ctx, chunk), images=images)
+    if inputs.striped and images:
+        raise ValueError(
+            "chunk with sp > 1 moves tokens to other ranks, where features of images do not follow: chunk=None"
+        )
     if handle.facts.offset and kwargs.get("position_ids") is not None:
         kwargs["position_ids"] = kwargs["position_ids"] + handle.facts.offset
     router = router_loss(handle, inputs.labels, kwargs)

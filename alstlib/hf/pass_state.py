@@ -6,6 +6,7 @@ goes on with a copy that says which pass it is in and which rows it has.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +43,8 @@ class StepInputs:
     """[1, 1] the largest position of the whole sequence, where the model asks for it (`Facts.by_longest`)."""
     real: Tensor | None = None
     """[B, L] which tokens are not padding; None: all."""
+    images: Mapping[str, Any] = field(default_factory=dict)
+    """What the call is given of images, by the names of `data.images.DEALT`; empty: nothing."""
     striped: bool = False
     """Whether tokens are dealt out in stripes. Then logits are not in the order of the tokens."""
 

@@ -219,7 +219,7 @@ def alone_wrong(place):
         ("the batch size: [1, 2]", call, call, slice_of(place, batch=2)),
         *((local, run, run, slice_of(0)) for run in (loss, call, alstlib.token_logps)),
         ("the documents: [None, (0, 23, 24)]", loss, loss, {"position_ids": last, "cu_seqlens": [0, 23, 24]}),
-        ("the batch has pixel_values, which would not reach the model", loss, loss, {"pixel_values": ARANGE}),
+        ("cannot read images under sequence parallelism: known are", loss, loss, {"pixel_values": ARANGE}),
         ("the batch has no position_ids", blocks, blocks, {"position_ids": None}),
         ("the call: [causal_lm_loss, block_step]", loss, blocks, {}),
         ("block: [5, 7]", blocks, functools.partial(blocks, block=7), {}),

@@ -1,0 +1,243 @@
+"""Models that read images: features travel to the owner of the token.
+
+Each rank has its slice of the tokens, and its vision tower runs on the images that `alstlib.data.images` deals to it.
+transformers' own forward puts the features of images in the place of their placeholders; here its `get_image_features`
+goes on with one differentiable all-to-all, after which a rank has the features of its own slice's placeholders (and
+those of DeepStack, which later layers add). Every rank calls the tower once for each micro-batch, so that engines that
+gather weights (ZeRO-3, FSDP2) do not wait for a rank without an image.
+
+Positions of several dimensions (M-RoPE) are made once, of the whole sample, by the model's own function.
+
+Shape legend: B rows of a micro-batch, L tokens of one rank, E width of a feature, n features that a rank's tower makes,
+m placeholders of its slice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from alstlib.base.recompute import first_order
+from alstlib.data.images import DEALT, IMAGE_KEYS, FeaturePlan, Fields, ImageLayout
+from alstlib.hf.handle import Handle
+from alstlib.hf.pass_state import StepInputs
+from alstlib.offload.checkpoints import checkpoint
+from alstlib.ulysses.alltoall import Exchange
+
+REFUSED_MODELS = {
+    **dict.fromkeys(
+        ("gemma3", "gemma4", "gemma4_unified", "paligemma"),
+        "tokens of an image attend to each other in both directions, which is not exact on a sharded sequence",
+    ),
+}
+"""Why models cannot read images here, by their type."""
+
+
+def image_layout(model: PreTrainedModel) -> ImageLayout | None:
+    """How this model takes images; None where that is not known, or not exact."""
+    config: Any = model.config
+    make = LAYOUTS.get(config.model_type)
+    if make is None or not hasattr(model.base_model, "get_image_features"):
+        return None
+    return make(model.base_model, config, config.vision_config)
+
+
+def why_no_images(model: PreTrainedModel) -> str:
+    """The refusal of images that this model is given."""
+    name, kind = type(model).__name__, model.config.model_type
+    why = REFUSED_MODELS.get(kind, f"known are {', '.join(sorted(LAYOUTS))}")
+    return f"{name} ({kind}) cannot read images under sequence parallelism: {why}"
+
+
+def attach_vision(handle: Handle) -> None:
+    """Let the model's features travel, and checkpoint the layers of its tower."""
+    if handle.images is None:
+        return
+    inner: Any = handle.model.base_model
+    original = inner.get_image_features
+
+    def get_image_features(*args: Any, **kwargs: Any) -> Any:
+        out, state = original(*args, **kwargs), None if handle.plain else handle.state
+        plan = None if state is None else state.inputs.images.get("image_plan")
+        return out if plan is None else _travelled(out, plan, handle.attention.exchange)
+
+    handle.edits.set(inner, "get_image_features", get_image_features)
+    if handle.options.checkpoint:
+        for layer in tower_modules(handle.model):
+            if isinstance(layer, GradientCheckpointingLayer):
+                handle.set_forward(layer, _checkpointed(handle, layer, layer.forward))
+
+
+def tower_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """The modules that make features of images: what is neither in the decoder, nor around it, nor the head."""
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    text = {*decoder.modules(), *([] if head is None else head.modules())}
+    return [m for m in model.modules() if m not in text and not text & {*m.modules()}]
+
+
+def take_images(handle: Handle, kwargs: dict[str, Any]) -> Mapping[str, Any]:
+    """Take what is about images out of the `kwargs` of a model's call, where the model can read them.
+
+    Raises:
+        ValueError: they have no plan, or the model cannot read them.
+    """
+    names = [name for name in {**dict.fromkeys((*DEALT, *IMAGE_KEYS))} if kwargs.get(name) is not None]
+    if not names:
+        return {}
+    if handle.images is None:
+        raise ValueError(f"{why_no_images(handle.model)}; leave {', '.join(names)} out")
+    given = {name: kwargs.pop(name) for name in names}
+    if handle.ctx.sp > 1 and "image_plan" not in given:
+        raise ValueError(
+            f"{', '.join(names)} are of the whole sequence: give a batch of SPDataLoader or shard_batch with "
+            "images=handle.images, which deals images to ranks"
+        )
+    return given
+
+
+def give_images(handle: Handle, kwargs: dict[str, Any], inputs: StepInputs) -> None:
+    """Give the model's own forward this call's images, on its device."""
+    layout, ids = handle.images, kwargs.get("input_ids")
+    given = {n: t.to(inputs.device, non_blocking=True) for n, t in inputs.images.items() if isinstance(t, Tensor)}
+    several = given.pop("image_positions", None)
+    if several is not None:  # [4, B, L]: those of the text come first
+        counted = kwargs["position_ids"].expand(inputs.shape)
+        kwargs["position_ids"] = torch.stack([counted, *several.unbind(-1)])
+    if layout is not None and layout.video_token is not None and "image_plan" in inputs.images and ids is not None:
+        # frames and images arrive together; embeddings of placeholders are replaced, whichever they are
+        kwargs["input_ids"] = ids.masked_fill(ids == layout.video_token, layout.token)
+    kwargs |= given
+
+
+def _checkpointed(handle: Handle, layer: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer of the tower that keeps only its input, in the store of the text's layers."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if handle.plain or handle.state is None or not torch.is_grad_enabled():
+            return original(*args, **kwargs)
+        x, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
+        trains = any(p.requires_grad for p in layer.parameters())
+        return checkpoint(original, x, *args, store=handle.store, trains=trains, module=layer, **kwargs)
+
+    return forward
+
+
+# ----- features
+
+
+def _travelled(out: Any, plan: FeaturePlan, exchange: Exchange) -> Any:
+    """What the tower made, with the features of this rank's slice in the place of those of its images."""
+    made = [out.pooler_output, *(getattr(out, "deepstack_features", None) or ())]
+    rows = [t.flatten(0, -2) if isinstance(t, Tensor) else torch.cat([*t]) for t in made]
+    if len(plan.send) > len(rows[0]):
+        raise ValueError(f"the tower made {len(rows[0])} features of images that have {len(plan.send)} placeholders")
+    arrived = TravelledFeatures.apply(torch.cat(rows, 1), plan, exchange).split([t.shape[1] for t in rows], 1)
+    out.pooler_output, *deep = map(_like, arrived, made)
+    if deep:
+        out.deepstack_features = deep
+    return out
+
+
+def _like(rows: Tensor, made: Any) -> Any:
+    """Features [m, E] as the model has made others: a list with a tensor for each image, or a tensor [..., E], in which
+    each is an image of its own."""
+    return rows.view(-1, *[1] * (made.ndim - 2), rows.shape[1]) if isinstance(made, Tensor) else [rows]
+
+
+class TravelledFeatures(torch.autograd.Function):
+    """Features [n, E] that this rank has made -> [m, E], those of its slice's placeholders, in order."""
+
+    @staticmethod
+    def forward(ctx: Any, made: Tensor, plan: FeaturePlan, exchange: Exchange) -> Tensor:
+        send, order = plan.send.to(made.device), plan.order.to(made.device)
+        ctx.plan, ctx.exchange, ctx.rows = (send, order, plan.to_ranks, plan.from_ranks), exchange, len(made)
+        return _swap(made[send], plan.to_ranks, plan.from_ranks, exchange)[order]
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        send, order, to_ranks, from_ranks = ctx.plan
+        back = _swap(torch.empty_like(grad).index_copy_(0, order, grad), from_ranks, to_ranks, ctx.exchange)
+        return grad.new_zeros(ctx.rows, grad.shape[1]).index_copy_(0, send, back), None, None
+
+
+def _swap(rows: Tensor, to_ranks: list[int], from_ranks: list[int], exchange: Exchange) -> Tensor:
+    if exchange.ranks == 1:
+        return rows
+    width = rows.shape[1]
+    counts = [[n * width for n in each] for each in (to_ranks, from_ranks)]
+    return exchange.swap_unequal(rows.flatten(), *counts).view(-1, width)
+
+
+# ----- how models take images
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+def _same_size(inner: Any, config: Any, vision: Any) -> ImageLayout | None:
+    """Every image, or tile of one, has the same size, and equally many features."""
+    shape = 1, getattr(vision, "num_channels", 3), *_pair(vision.image_size)
+    nested = not hasattr(inner, "multi_modal_projector")  # Idefics 3 and its kin
+    if vision.model_type == "pixtral":
+        return _by_pixels(inner, config, vision)
+
+    def blank() -> Fields:  # no zeros: images of zeros fill up the rows of a batch
+        made = {"pixel_values": torch.ones(shape)}
+        return {**made, "pixel_attention_mask": torch.ones(1, *shape[2:], dtype=torch.bool)} if nested else made
+
+    return ImageLayout(token=config.image_token_id, blank=blank, nested=nested)
+
+
+def _by_pixels(inner: Any, config: Any, vision: Any) -> ImageLayout:
+    """Images have sizes in pixels, up to which they are padded."""
+    unit = vision.patch_size * getattr(config, "spatial_merge_size", 1)
+
+    def blank() -> Fields:
+        size = unit, 2 * unit  # of two features: transformers squeezes the only one of several
+        return {"pixel_values": torch.ones(1, vision.num_channels, *size), "image_sizes": torch.tensor([size])}
+
+    return ImageLayout(
+        token=config.image_token_id, blank=blank, sizes="image_sizes", unit=unit, width=vision.hidden_size
+    )  # fmt: skip
+
+
+def _by_patches(videos: bool) -> Callable[[Any, Any, Any], ImageLayout]:
+    """Images have sizes in patches, in which they come; attention is within an image, or a frame of a video."""
+
+    def layout(inner: Any, config: Any, vision: Any) -> ImageLayout:
+        merge = inner.visual.spatial_merge_size
+        values = math.prod(inner.visual.patch_embed.proj.weight.shape[1:])
+
+        def blank() -> Fields:
+            grid = torch.tensor([[1, merge, merge]])
+            return {"pixel_values": torch.ones(merge**2, values), "image_grid_thw": grid}
+
+        def positions(ids: Tensor, types: Tensor, **grids: Tensor) -> Tensor:
+            return inner.get_rope_index(input_ids=ids, mm_token_type_ids=types, **grids)[0]
+
+        return ImageLayout(
+            token=config.image_token_id, video_token=config.video_token_id if videos else None, blank=blank,
+            sizes="image_grid_thw", unit=merge**2, positions=positions,
+            width=getattr(vision, "embed_dim", None) or vision.hidden_size,
+        )  # fmt: skip
+
+    return layout
+
+
+LAYOUTS: dict[str, Callable[[Any, Any, Any], ImageLayout | None]] = {
+    **dict.fromkeys(("llava", "internvl", "idefics3", "smolvlm"), _same_size),
+    "mistral3": _by_pixels,
+    **dict.fromkeys(
+        ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _by_patches(True)
+    ),
+    **dict.fromkeys(("glm4v", "glm4v_moe"), _by_patches(False)),
+}
+"""What makes the layout of a model, by its type: of its base model, its config and that of its tower."""

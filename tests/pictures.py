@@ -1,0 +1,149 @@
+"""Small models that read images, samples with images and videos, and what plain transformers makes of them."""
+
+import copy
+
+import torch
+import transformers
+from torch import nn
+from zoo import VOCAB
+
+IMAGE, VIDEO = 90, 91
+TEXT = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 0,
+        "eos_token_id": 1, "pad_token_id": 2, "head_dim": 8, "tie_word_embeddings": False}  # fmt: skip
+TOWER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+TILES = {"image_size": 8, "patch_size": 2, "num_channels": 3}
+PATCHES = {"depth": 2, "num_heads": 2, "patch_size": 2, "temporal_patch_size": 2, "spatial_merge_size": 2,
+           "in_channels": 3}  # fmt: skip
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+LLAMA, MISTRAL = ({**TEXT, "model_type": name} for name in ("llama", "mistral"))
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+QWEN3 = {**PATCHES, "hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32, "num_position_embeddings": 16}
+GLM_TEXT = {**TEXT, "rope_parameters": {**MROPE["rope_parameters"], "partial_rotary_factor": 1.0}}
+GLM = {**PATCHES, "hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32, "image_size": 8}
+MODELS = {
+    "llava": (LLAMA, {**TOWER, **TILES, "model_type": "clip_vision_model", "projection_dim": 16},
+              {"vision_feature_layer": -2, "vision_feature_select_strategy": "default"}),
+    "llava of pixtral": (MISTRAL, {**TOWER, "model_type": "pixtral", "image_size": 16, "patch_size": 2, "head_dim": 8},
+                         {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}),
+    "internvl": ({**TEXT, "model_type": "qwen2"}, {**TOWER, **TILES, "model_type": "internvl_vision"}, {}),
+    "idefics3": (LLAMA, {**TOWER, **TILES, "model_type": "idefics3_vision"}, {"scale_factor": 2}),
+    "smolvlm": (LLAMA, {**TOWER, **TILES, "model_type": "smolvlm_vision"}, {"scale_factor": 2}),
+    "mistral3": (MISTRAL, {**TOWER, "model_type": "pixtral", "image_size": 16, "patch_size": 2, "head_dim": 8}, {}),
+    "qwen2_vl": ({**TEXT, **MROPE}, {**PATCHES, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}, {}),
+    "qwen2_5_vl": ({**TEXT, **MROPE}, {**PATCHES, "hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32,
+                                       "window_size": 8, "fullatt_block_indexes": [1]}, {}),
+    "qwen3_vl": ({**TEXT, **MROPE}, {**QWEN3, "deepstack_visual_indexes": [0, 1]}, {}),
+    "qwen3_vl_moe": ({**TEXT, **MROPE, **EXPERTS}, {**QWEN3, "deepstack_visual_indexes": [0, 1]}, {}),
+    "qwen3_5": ({**TEXT, **MROPE, "layer_types": ["linear_attention", "full_attention", "full_attention"],
+                 "linear_key_head_dim": 8, "linear_value_head_dim": 6, "linear_num_key_heads": 2,
+                 "linear_num_value_heads": 4}, QWEN3, {}),
+    "glm4v": (GLM_TEXT, GLM, {}),
+    "glm4v_moe": ({**GLM_TEXT, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+                   "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}, GLM, {}),
+}  # fmt: skip
+"""The fields of the text's config, of the tower's, and of the model's."""
+VIDEOS = [name for name in MODELS if name.startswith("qwen")]
+GRIDS = [(1, 2, 4), (1, 4, 4), (1, 2, 2), (1, 6, 2), (1, 4, 6), (1, 2, 6)]
+"""Sizes of images in turn: frames, and patches of each side."""
+
+
+def small_vlm(name, dtype=torch.float32, **more):
+    text, tower, own = MODELS[name]
+    kind = name.partition(" ")[0]
+    made = transformers.CONFIG_MAPPING[kind](
+        text_config=text, vision_config=tower, image_token_id=IMAGE, video_token_id=VIDEO, image_token_index=IMAGE,
+        tie_word_embeddings=False, **own, **more,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.AutoModelForImageTextToText.from_config(made, attn_implementation="eager").to(dtype)
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    with torch.no_grad():
+        for n, p in model.named_parameters():
+            p.uniform_(-3.0, 0.5) if n.endswith("A_log") else p.add_(torch.randn_like(p) * 0.1)
+    return model.train()
+
+
+def document(name, parts, seed=0):
+    """A sample of text and images: a number of tokens of text, or `image`, or `video`, in turn."""
+    g, kind = torch.Generator().manual_seed(seed), name.partition(" ")[0]
+    patched = kind.startswith(("qwen", "glm"))
+    ids, images, sizes, videos, grids = [], [], [], [], []
+    for i, part in enumerate(parts):
+        if isinstance(part, int):
+            ids += torch.randint(3, 80, (part,), generator=g).tolist()
+            continue
+        t, h, w = GRIDS[(i + seed) % len(GRIDS)]
+        if patched:
+            t = 3 if part == "video" else t
+            (videos if part == "video" else images).append(torch.randn(t * h * w, 24, generator=g))
+            (grids if part == "video" else sizes).append([t, h, w])
+            token, count = (VIDEO if part == "video" else IMAGE), h * w // 4
+            if part == "video" and kind.startswith("qwen3"):  # a time is written before each frame
+                ids += [token if n else 70 for _ in range(t) for n in range(count + 1)]
+            else:
+                ids += [token] * (t * count)
+        elif kind == "mistral3" or "pixtral" in name:
+            side = 4 if kind == "mistral3" else 2
+            images.append(torch.zeros(3, 24, 24))
+            images[-1][:, : h * side, : w * side] = torch.randn(3, h * side, w * side, generator=g)
+            sizes.append([h * side, w * side])
+            ids += [IMAGE] * (h * w)
+        else:
+            images.append(torch.randn(3, 8, 8, generator=g))
+            ids += [IMAGE] * (16 if kind == "llava" else 4)
+    made = {"input_ids": torch.tensor([ids]), "labels": torch.tensor([ids])}
+    made["labels"] = made["labels"].masked_fill(made["input_ids"] >= IMAGE, -100)
+    if images:
+        made["pixel_values"] = torch.cat(images) if patched else torch.stack(images)
+        if kind in ("idefics3", "smolvlm"):
+            made["pixel_values"] = made["pixel_values"][None]
+        if sizes:
+            made["image_grid_thw" if patched else "image_sizes"] = torch.tensor(sizes)
+    if videos:
+        made |= {"pixel_values_videos": torch.cat(videos), "video_grid_thw": torch.tensor(grids)}
+    return made
+
+
+def joined(documents, lengths=True):
+    """Documents packed into one row."""
+    names = {n: None for one in documents for n in one}
+    nested = {n: documents[0][n].ndim == 5 for n in names if n in documents[0]}
+    made = {}
+    for name in names:
+        along = 1 if name in ("input_ids", "labels") or nested.get(name) else 0
+        made[name] = torch.cat([one[name] for one in documents if name in one], along)
+    return {**made, "document_lengths": [[one["input_ids"].shape[1] for one in documents]]} if lengths else made
+
+
+def rows_of(documents):
+    """Documents as rows of a micro-batch, padded on the right, and with images of zeros where images lie by row."""
+    length = max(one["input_ids"].shape[1] for one in documents)
+    made = joined(documents, lengths=False)
+    for name, fill in (("input_ids", 2), ("labels", -100)):
+        rows = [nn.functional.pad(one[name], (0, length - one[name].shape[1]), value=fill) for one in documents]
+        made[name] = torch.cat(rows)
+    real = torch.tensor([one["input_ids"].shape[1] for one in documents])
+    made["attention_mask"] = (torch.arange(length) < real[:, None]).long()
+    if made["pixel_values"].ndim == 5:
+        images = [one["pixel_values"] for one in documents if "pixel_values" in one]
+        most = max(t.shape[1] for t in images)
+        made["pixel_values"] = torch.cat([nn.functional.pad(t, [0] * 7 + [most - t.shape[1]]) for t in images])
+    return made
+
+
+def plain_vlm(model, documents):
+    """Loss and gradients of the mean over all labels, of plain transformers, document by document."""
+    model, total = copy.deepcopy(model), torch.zeros((), dtype=torch.float64)
+    tokens = sum(int((one["labels"][:, 1:] != -100).sum()) for one in documents)
+    for one in documents:
+        ids = one["input_ids"]
+        given = {n: t for n, t in one.items() if n != "labels"}
+        if "image_grid_thw" in one or "video_grid_thw" in one:
+            given["mm_token_type_ids"] = (ids == IMAGE).long() + 2 * (ids == VIDEO).long()
+        logits = model(**given, use_cache=False).logits[:, :-1].flatten(0, 1)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        total = total + nn.functional.cross_entropy(logits, one["labels"][:, 1:].flatten(), reduction="sum") / tokens
+    total.backward()
+    return total.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
