@@ -236,7 +236,7 @@ def as_one_process(pool, settings, engine="ddp", without=(), **ours):
     return runs, check_runs(runs, plain(settings), without=without)
 
 
-NOT_COMPARED = ("_runtime", "_per_second", "learning_rate", "epoch")
+NOT_COMPARED = ("_runtime", "_per_second", "step_time", "learning_rate", "epoch")
 
 
 def errors(got, want, after=0):
