@@ -71,12 +71,12 @@ class Reproducible:
     not on which process generates it, nor on what else it generates."""
 
     def _generate_single_turn(self, prompts, *more):
-        first, made, logps = dist.get_rank() * len(prompts) if dist.is_initialized() else 0, [], None
+        first, made = dist.get_rank() * len(prompts) if dist.is_initialized() else 0, []
         for i, prompt in enumerate(prompts, first):
             torch.manual_seed(1000 * self.state.global_step + 2 * i + self.model.training)
-            one, logps = super()._generate_single_turn([prompt], *more)
-            made += one
-        return made, logps
+            one = super()._generate_single_turn([prompt], *more)
+            made += one[0] if isinstance(one, tuple) else one
+        return (made, None) if isinstance(one, tuple) else made
 
     def _generate_and_score_completions(self, inputs):
         made = super()._generate_and_score_completions(inputs)

@@ -152,7 +152,10 @@ class GRPOTrainerMixin(LogpsMixin):
             rows = self._of_group(own)
             input_ids = torch.cat([rows["prompt_ids"], rows["completion_ids"]], 1)
             attention_mask = torch.cat([rows["prompt_mask"], rows["completion_mask"]], 1)
-            keep, mine = rows["completion_ids"].shape[1], slice(self.ctx.sp_rank * count, (self.ctx.sp_rank + 1) * count)
+            keep, mine = (
+                rows["completion_ids"].shape[1],
+                slice(self.ctx.sp_rank * count, (self.ctx.sp_rank + 1) * count),
+            )
         size = batch_size or len(input_ids)
         parts = zip(input_ids.split(size), attention_mask.split(size))
         logps, entropies = zip(*(self._score(model, ids, mask, keep) for ids, mask in parts))

@@ -20,7 +20,7 @@ REMEDIES = {
     "KTOTrainer": f"it calls its models in several places, on whole samples: {ELSEWHERE}",
     "CPOTrainer": f"it reads logits of whole samples: {ELSEWHERE}",
     "ORPOTrainer": f"it reads logits of whole samples: {ELSEWHERE}",
-    "RewardTrainer": "its model scores whole samples and has no log-probabilities of tokens: train it without the mixin",
+    "RewardTrainer": "its model scores whole samples, without log-probabilities: train it without the mixin",
 }
 """What to do about a trainer of TRL whose loss is not the mixin's, by its name."""
 
@@ -126,7 +126,8 @@ def check_rollouts(trainer: Any) -> None:
         (getattr(args, "entropy_coef", 0.0) != 0, "entropy_coef", "use 0.0: entropies have no gradient here"),
         (getattr(args, "use_adaptive_entropy", False), "use_adaptive_entropy=True",
          "leave it out: entropies have no gradient here"),
-        (getattr(args, "cast_lm_head_to_fp32", False), "cast_lm_head_to_fp32=True", "leave it out: the head's tiles compute in its dtype"),
+        (getattr(args, "cast_lm_head_to_fp32", False), "cast_lm_head_to_fp32=True",
+         "leave it out: the head's tiles compute in its dtype"),
         (args.use_transformers_continuous_batching, "use_transformers_continuous_batching=True",
          "leave it out: it replaces the attention that is attached"),
         (router != 0, f"router_aux_loss_coef={router}", "use 0.0: log-probabilities have no load-balancing loss"),

@@ -28,6 +28,8 @@ CASES = {
     "ZeRO-3": ("zero3", {"reference": True, "beta": 0.2}),
     "FSDP2": ("fsdp2", {"num_iterations": 2}),
 }  # fmt: skip
+CANCEL = ("loss", "kl")
+"""Advantages of a prompt's completions add up to 0, and the first adapter is none."""
 LOGGED = {"reward", "reward_std", "rewards/kinds/mean", "entropy", "completions/mean_length", "num_tokens", "tokens"}
 
 
@@ -35,7 +37,7 @@ LOGGED = {"reward", "reward_std", "rewards/kinds/mean", "entropy", "completions/
 def test_two_ranks_train_as_one_process(ranks2, loss):
     """Steps of two micro-batches of four completions of unequal lengths, each of which is used twice: all that is
     logged, and the weights."""
-    _, found = as_one_process(ranks2, {**PROMPTS, "loss_type": loss, "num_iterations": 2})
+    _, found = as_one_process(ranks2, {**PROMPTS, "loss_type": loss, "num_iterations": 2}, near_zero=CANCEL)
     assert found >= LOGGED
 
 
@@ -46,20 +48,20 @@ def test_what_a_trainer_can_do_besides(ranks2, case, tmp_path):
         policy().save_pretrained(tmp_path)
         settings = {**settings, "reference": str(tmp_path)}
     chunks = {"options": {"chunk": 3}} if case == "LoRA" else {}
-    _, found = as_one_process(ranks2, {**PROMPTS, **settings}, engine, **chunks)
+    _, found = as_one_process(ranks2, {**PROMPTS, **settings}, engine, near_zero=CANCEL, **chunks)
     assert found >= LOGGED
     assert ("kl" in found) == ("beta" in settings)
 
 
 @pytest.mark.slow
 def test_twenty_steps(ranks2):
-    as_one_process(ranks2, {**PROMPTS, "max_steps": 20, "num_iterations": 2})
+    as_one_process(ranks2, {**PROMPTS, "max_steps": 20, "num_iterations": 2}, near_zero=CANCEL)
 
 
 def test_replicas_of_groups_train_as_one_process(pools):
     """Two replicas of two ranks and no accumulation, against one process with two micro-batches."""
     # the mean of entropies over tokens: of all replicas' at once, and of each micro-batch's
-    as_one_process(pools(4), PROMPTS, without=("entropy",), sp=2, gradient_accumulation_steps=1)
+    as_one_process(pools(4), PROMPTS, without=("entropy",), near_zero=CANCEL, sp=2, gradient_accumulation_steps=1)
 
 
 def test_a_run_is_resumed(ranks2, tmp_path):
@@ -67,7 +69,7 @@ def test_a_run_is_resumed(ranks2, tmp_path):
     saved = {"save_strategy": "steps", "save_steps": 2, "folder": str(tmp_path)}
     ranks2(run, "ours", "ddp", {**PROMPTS, **saved})
     resumed = ranks2(run, "ours", "ddp", {**PROMPTS, "resume": f"{tmp_path}/checkpoint-2"})
-    check_runs(resumed, plain(PROMPTS), after=2, without=("num_tokens",))  # TRL counts those of a run
+    check_runs(resumed, plain(PROMPTS), after=2, without=("num_tokens",), near_zero=CANCEL)  # TRL counts those of a run
 
 
 # ----- wrong use
@@ -103,7 +105,11 @@ def test_arguments_that_are_refused(settings, more, message):
 
 
 UNEVEN = [
-    ({"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}, {}, r"multiple of sp=2: each rank generates"),
+    (
+        {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1},
+        {},
+        r"multiple of sp=2: each rank generates",
+    ),
     ({"num_generations": 8}, {}, r"must be a multiple of num_generations=8: the ranks that share a sample are one"),
     ({"per_device_eval_batch_size": 3}, {"eval_dataset": True}, r"eval_batch_size=3 .* use a multiple of sp=2"),
     ({"num_generations_eval": 4}, {"eval_dataset": True}, r"multiple of the 4 generations of a prompt"),
