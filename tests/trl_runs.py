@@ -62,6 +62,19 @@ def given(what, count, folder):
     return dataset(what, count) if folder is None else load_from_disk(f"{folder}/{what}-{count}")
 
 
+def turns(prompts, trainer):
+    """What a user's rollout function returns: completions in which some tokens are an environment's."""
+    first, made = dist.get_rank() * len(prompts) if dist.is_initialized() else 0, []
+    for i in range(first, first + len(prompts)):
+        g = torch.Generator().manual_seed(100 * trainer.state.global_step + i)
+        length = int(torch.randint(2, 11, (1,), generator=g))
+        ids = torch.randint(24, 60, (length,), generator=g).tolist()
+        made.append((ids, [1, *torch.randint(0, 2, (length - 1,), generator=g).tolist()]))
+    ids, masks = zip(*made)
+    prompt_ids = trainer.processing_class(text=prompts)["input_ids"]
+    return {"prompt_ids": prompt_ids, "completion_ids": list(ids), "logprobs": None, "env_mask": list(masks)}
+
+
 ENDS = tuple(range(6, 24))
 """Tokens that end a completion, so many that completions of a model with random weights have many lengths."""
 
@@ -121,6 +134,7 @@ def with_trl(
         reference: DPO has a reference model, which is another one than the model; of GRPO and RLOO, the folder that
             has it.
         data: a folder that has the data (`given`).
+        settings: of the trainer's arguments; `rollout` is what generates in place of the trainer.
     """
     import trl
 
@@ -129,6 +143,8 @@ def with_trl(
         base, mixin = getattr(trl, f"{trainer}Trainer"), alstlib.GRPOTrainerMixin
         classes = [type(f"Reproducible{one.__name__}", (Reproducible, one), {}) for one in (base, mixin)]
         extra["reward_funcs"] = [small_tokens, kinds]
+        if rollout := settings.pop("rollout", None):
+            extra["rollout_func"] = rollout
         if lora:
             extra["peft_config"] = lora_of(())
         return {

@@ -115,6 +115,9 @@ def check_rollouts(trainer: Any) -> None:
     group = args.num_generations
     group_eval = args.num_generations_eval or group
     evaluates = trainer.eval_dataset is not None
+    zero = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
+    sharded = trainer.is_fsdp_enabled or (zero is not None and zero.zero_stage == 3)
+    together = args.vllm_mode == "server" if args.use_vllm else sharded
     found = [
         (batch * steps % sp, trained, f"their product must be a multiple of sp={sp}: {each}"),
         (batch * steps * dp % group, trained,
@@ -123,6 +126,10 @@ def check_rollouts(trainer: Any) -> None:
         (evaluates and args.per_device_eval_batch_size * dp % group_eval, evaluated,
          f"times {dp} it must be a multiple of the {group_eval} generations of a prompt: {whole}"),
         (trainer._is_vlm, "a processor of images", "train on text alone, or without the mixin"),
+        (getattr(trainer, "tools", None) and together and sp * dp > 1,
+         f"tools with {'vllm_mode=server' if args.use_vllm else 'sharded weights'}",
+         "use DDP, ZeRO up to stage 2 or vllm_mode='colocate': ranks generate another number of turns each, and would "
+         "wait for each other"),
         (getattr(args, "entropy_coef", 0.0) != 0, "entropy_coef", "use 0.0: entropies have no gradient here"),
         (getattr(args, "use_adaptive_entropy", False), "use_adaptive_entropy=True",
          "leave it out: entropies have no gradient here"),

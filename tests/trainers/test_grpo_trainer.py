@@ -3,9 +3,9 @@ name."""
 
 import pytest
 from cases import check_refused, make_model
-from trainers import SETTINGS, as_one_process, check_runs, made_of, plain, run
+from trainers import SETTINGS, accelerate_here, as_one_process, check_runs, made_of, plain, run
 from trl import GRPOConfig, GRPOTrainer
-from trl_runs import dataset, mixture, policy, small_tokens, tokenizer
+from trl_runs import dataset, mixture, policy, small_tokens, tokenizer, turns
 
 import alstlib
 
@@ -20,6 +20,7 @@ CASES = {
     "truncated completions and low entropies are masked": ("ddp", {**MASKED, "num_iterations": 2}),
     "RLOO": ("ddp", {"trainer": "RLOO", "reference": True, "beta": 0.2, **EVALUATED}),
     "ratios of sequences": ("ddp", {"importance_sampling_level": "sequence", "loss_type": "grpo", **CLIPPED}),
+    "tokens of an environment": ("ddp", {"rollout": turns, "top_entropy_quantile": 0.6}),
     "several steps of one generation": ("ddp", {"steps_per_generation": 4, "scale_rewards": "batch"}),
     "a reference that follows": (
         "ddp", {"reference": True, "beta": 0.2, "sync_ref_model": True, "ref_model_sync_steps": 2},
@@ -72,6 +73,21 @@ def test_a_run_is_resumed(ranks2, tmp_path):
     check_runs(resumed, plain(PROMPTS), after=2, without=("num_tokens",), near_zero=CANCEL)  # TRL counts those of a run
 
 
+def generated(rank, world):
+    """What two ranks generate for each prompt, one completion each, and the micro-batches that they make of it."""
+    with accelerate_here("ddp"):
+        trainer = build(settings={"max_steps": 1, "max_completion_length": 8}, sp=world)
+        trainer.train()
+        return list(trainer._logs["completion"]), [part["completion_ids"].tolist() for part in trainer._buffered_inputs]
+
+
+def test_ranks_generate_different_completions_and_shuffle_them_alike(ranks2):
+    (logged, batches), second = ranks2(generated)
+    assert (logged, batches) == second
+    assert len(logged) == len(set(logged)) == 4
+    assert sum(map(len, batches)) == 4
+
+
 # ----- wrong use
 
 
@@ -104,6 +120,15 @@ def test_arguments_that_are_refused(settings, more, message):
     check_refused(message, build, settings=settings, **{name: make() for name, make in more.items()})
 
 
+def look(name):
+    """A tool."""
+
+
+@pytest.mark.usefixtures("here")
+def test_tools_with_a_vllm_server_are_refused(ranks2):
+    ranks2(refuse, {"use_vllm": True}, {"tools": [look]}, r"tools with vllm_mode=server cannot .* colocate")
+
+
 UNEVEN = [
     (
         {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1},
@@ -117,10 +142,8 @@ UNEVEN = [
 
 
 def refuse(rank, world, settings, more, message):
-    from trainers import accelerate_here
-
     with accelerate_here("ddp"):
-        given = {name: dataset("prompt", 2) for name in more}
+        given = {name: value if value is not True else dataset("prompt", 2) for name, value in more.items()}
         check_refused(message, build, settings=settings, sp=world, **given)
 
 
@@ -130,8 +153,6 @@ def test_batches_that_ranks_cannot_share(ranks2, settings, more, message):
 
 
 def evaluate_unevenly(rank, world):
-    from trainers import accelerate_here
-
     with accelerate_here("ddp"):
         settings = {"per_device_eval_batch_size": 6, "num_generations_eval": 3}
         trainer = build(settings=settings, sp=world, eval_dataset=dataset("prompt", 3))
