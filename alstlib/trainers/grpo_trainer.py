@@ -180,4 +180,4 @@ class GRPOTrainerMixin(LogpsMixin):
         both = F.pad(both, (0, length - both.shape[-1]))  # as long as before; a token's value lies at the one before it
         back = ((at[-keep:] - left - 1) % length).to(device)
         logps, entropy = both.gather(2, back.expand(2, -1, -1))
-        return logps, entropy.detach()
+        return logps, entropy.detach().float()  # as TRL compares them with a quantile, which it rounds to fp32
