@@ -95,11 +95,11 @@ class SPGRPO(alstlib.GRPOTrainerMixin, GRPOTrainer):
     pass
 
 
-def build(rank=0, world=1, settings=None, **kwargs):
+def build(cls=SPGRPO, settings=None, **kwargs):
     args = GRPOConfig(**{**SETTINGS, "use_cpu": True, "bf16": False, "output_dir": "unused", "num_generations": 2,
                          "per_device_train_batch_size": 2, **(settings or {})})  # fmt: skip
     data = {"train_dataset": dataset("prompt", 4), "processing_class": tokenizer(), "reward_funcs": small_tokens}
-    return SPGRPO(**{"model": make_model(), "args": args, **data, **kwargs})
+    return cls(**{"model": make_model(), "args": args, **data, **kwargs})
 
 
 @pytest.mark.parametrize(
@@ -120,13 +120,10 @@ def test_arguments_that_are_refused(settings, more, message):
     check_refused(message, build, settings=settings, **{name: make() for name, make in more.items()})
 
 
-def look(name):
-    """A tool."""
-
-
-@pytest.mark.usefixtures("here")
-def test_tools_with_a_vllm_server_are_refused(ranks2):
-    ranks2(refuse, {"use_vllm": True}, {"tools": [look]}, r"tools with vllm_mode=server cannot .* colocate")
+class WithTools(SPGRPO):
+    def _validate_args(self):
+        self.tools = [print]
+        super()._validate_args()
 
 
 UNEVEN = [
@@ -137,6 +134,7 @@ UNEVEN = [
     ),
     ({"num_generations": 8}, {}, r"must be a multiple of num_generations=8: the ranks that share a sample are one"),
     ({"per_device_eval_batch_size": 3}, {"eval_dataset": True}, r"eval_batch_size=3 .* use a multiple of sp=2"),
+    ({"use_vllm": True}, {"cls": WithTools}, "tools with vllm_mode=server cannot .* vllm_mode='colocate'"),
     ({"num_generations_eval": 4}, {"eval_dataset": True}, r"multiple of the 4 generations of a prompt"),
 ]
 
