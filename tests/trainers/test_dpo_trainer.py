@@ -129,7 +129,7 @@ def test_logits_are_refused():
           for other, why in (
               (GRPOTrainer, "put alstlib.GRPOTrainerMixin before it"),
               (RLOOTrainer, "put alstlib.GRPOTrainerMixin before it"),
-              (RewardTrainer, "scores whole samples .* train it without the mixin"),
+              (RewardTrainer, "scores whole samples, .*: train it without the mixin"),
               (CPOTrainer, "reads logits of whole samples: compute its loss from alstlib.token_logps"),
               (ORPOTrainer, "reads logits of whole samples: compute its loss from alstlib.token_logps"),
           )),

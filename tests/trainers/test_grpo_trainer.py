@@ -134,7 +134,11 @@ UNEVEN = [
     ),
     ({"num_generations": 8}, {}, r"must be a multiple of num_generations=8: the ranks that share a sample are one"),
     ({"per_device_eval_batch_size": 3}, {"eval_dataset": True}, r"eval_batch_size=3 .* use a multiple of sp=2"),
-    ({"use_vllm": True}, {"cls": WithTools}, "tools with vllm_mode=server cannot .* vllm_mode='colocate'"),
+    (
+        {"use_vllm": True, "vllm_mode": "server"},
+        {"cls": WithTools},
+        "tools with vllm_mode=server cannot .* vllm_mode='colocate'",
+    ),
     ({"num_generations_eval": 4}, {"eval_dataset": True}, r"multiple of the 4 generations of a prompt"),
 ]
 
