@@ -74,9 +74,9 @@ def test_a_run_is_resumed(ranks2, tmp_path):
 
 
 def generated(rank, world):
-    """What two ranks generate for each prompt, one completion each, and the micro-batches that they make of it."""
+    """What two ranks generate for one prompt, two completions each, and the micro-batches that they make of it."""
     with accelerate_here("ddp"):
-        trainer = build(settings={"max_steps": 1, "max_completion_length": 8}, sp=world)
+        trainer = build(settings={"max_steps": 1, "max_completion_length": 8, "num_generations": 4}, sp=world)
         trainer.train()
         return list(trainer._logs["completion"]), [part["completion_ids"].tolist() for part in trainer._buffered_inputs]
 
