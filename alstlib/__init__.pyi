@@ -19,6 +19,7 @@ from .offload.host_store import HostOutOfMemory as HostOutOfMemory
 from .planner.measure.ledger import DeviceOutOfMemory as DeviceOutOfMemory
 from .runs.launch import RunFailed as RunFailed
 from .trainers.dpo_trainer import DPOTrainerMixin as DPOTrainerMixin
+from .trainers.grpo_trainer import GRPOTrainerMixin as GRPOTrainerMixin
 from .trainers.trainer import TrainerMixin as TrainerMixin
 
 __version__: str

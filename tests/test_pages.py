@@ -1,6 +1,7 @@
 """Every command and every block of code that the pages and the templates print is run, or named here with the reason
 why not. What takes minutes runs in `make release` (ALST_PAGES=all); the rest in every run of the tests."""
 
+import contextlib
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import yaml
 from cases import make_model
 from test_lab import checkout
 from test_repository import ROOT
+from trainers import accelerate_here
 
 from alstlib.base.config import RunConfig
 from alstlib.base.reference import relative_error
@@ -58,6 +60,7 @@ ANSWERS = {"alst status": (0, 1, 3), "alst check": (0, 1), "alst plan --machine"
 PYTHON = ("import alstlib, deepspeed\n", "out = alstlib.block_step(")
 SILENT = "import torch\n"
 """How the blocks of the page on silent errors begin."""
+GRPO = "import alstlib\nfrom trl import GRPOConfig"
 HERE = {"meta-llama/Llama-3.1-8B-Instruct": "model", "my_documents.jsonl": "texts.jsonl", "chats.jsonl": "texts.jsonl",
         "seq_len: 131072": "seq_len: 64", "steps: 1000": "steps: 2", "steps: 500": "steps: 2",
         "-p data.seq_len 4096": "-p data.seq_len 256 -p model.name tiny",
@@ -99,7 +102,7 @@ SHELL = [(page, command) for page, command in PRINTED if begins(command, (*QUICK
 
 
 def test_each_block_is_run_or_says_why_not():
-    known = (*NOT_HERE, *QUICK, *MINUTES, *PYTHON, SILENT, "cd ")
+    known = (*NOT_HERE, *QUICK, *MINUTES, *PYTHON, SILENT, GRPO, "cd ")
     assert [(page, command) for page, command in PRINTED if not begins(command, known)] == []
     unused = {one for one in known if not any(begins(command, known) == one for _, command in PRINTED)}
     assert unused == set(), "no page has these"
@@ -165,6 +168,22 @@ def test_the_loop_runs_as_printed(ranks2, by_blocks):
     assert first == second
     assert len(first) == 4
     assert all(3 < loss < 6 for loss in first)
+
+
+def rewards(rank, world, code, folder):
+    """The mean rewards of the steps of the page's script."""
+    names = {}
+    with contextlib.chdir(folder), accelerate_here("ddp"):
+        exec(code, names)
+    return [line["reward"] for line in names["trainer"].state.log_history if "reward" in line]
+
+
+def test_the_script_with_rewards_runs_as_printed(ranks2, tmp_path):
+    (code,) = (block for _, block in PRINTED if block.startswith(GRPO))
+    first, second = ranks2(rewards, code, str(tmp_path))
+    assert len(first) == 2
+    assert first == second
+    assert all(-1 <= reward <= 1 for reward in first)
 
 
 def same(a, b):

@@ -219,29 +219,30 @@ def run(rank, world, how, engine, settings):
     return train(rank, world, how, engine, **settings)
 
 
-def check_runs(runs, want, after=0, without=(), bound=1e-5):
+def check_runs(runs, want, after=0, without=(), bound=1e-5, near_zero=()):
     """Every rank's run is the other one after a step; returns the names of what was compared."""
     names = set()
     for got in runs:
-        found = {name: error for name, error in errors(got, want, after).items() if name not in without}
+        found = {name: error for name, error in errors(got, want, after, near_zero).items() if name not in without}
         assert max(found.values()) < bound, found
         names = set(found)
     return names
 
 
-def as_one_process(pool, settings, engine="ddp", without=(), **ours):
+def as_one_process(pool, settings, engine="ddp", without=(), near_zero=(), **ours):
     """Trains on a pool as the plain trainer does in one process; returns the runs of its ranks, and the names of what
     was compared."""
     runs = pool(run, "ours", engine, {**settings, **ours})
-    return runs, check_runs(runs, plain(settings), without=without)
+    return runs, check_runs(runs, plain(settings), without=without, near_zero=near_zero)
 
 
-NOT_COMPARED = ("_runtime", "_per_second", "learning_rate", "epoch")
+NOT_COMPARED = ("_runtime", "_per_second", "step_time", "learning_rate", "epoch")
 
 
-def errors(got, want, after=0):
+def errors(got, want, after=0, near_zero=()):
     """Largest relative error of each number that is logged after a step, and of all weights together. Rewards and mean
-    logits are small differences of numbers above 1, which TRL computes in fp32: their errors are absolute."""
+    logits are small differences of numbers above 1, which TRL computes in fp32: their errors are absolute. Numbers
+    `near_zero` are sums of terms that cancel: errors of those below 0.01 are relative to that."""
     mine, theirs = (
         {(line["step"], "eval_loss" in line): line for line in run["logs"] if line["step"] > after}
         for run in (got, want)
@@ -250,7 +251,13 @@ def errors(got, want, after=0):
     found = {}
     for at, line in theirs.items():
         for name in (n for n in line if not n.endswith(NOT_COMPARED)):
-            least = 1.0 if "rewards/" in name or "logits/" in name else 1e-9
+            least = (
+                1.0
+                if "rewards/" in name or "logits/" in name
+                else 0.01
+                if name.removeprefix("eval_") in near_zero
+                else 1e-9
+            )
             found[name] = max(found.get(name, 0.0), abs(mine[at][name] - line[name]) / max(abs(line[name]), least))
     assert got["weights"].keys() == want["weights"].keys()
     mine, theirs = (torch.cat([run["weights"][n].double().flatten() for n in want["weights"]]) for run in (got, want))

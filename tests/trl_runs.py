@@ -3,6 +3,7 @@
 import functools
 
 import torch
+import torch.distributed as dist
 from cases import VOCAB, make_model
 from datasets import Dataset, load_from_disk
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -30,7 +31,7 @@ def tokenizer():
 
 
 def dataset(what, count):
-    """Samples of unequal lengths: `text`, `completion`, `chat` or `pairs`."""
+    """Samples of unequal lengths: `text`, `prompt`, `completion`, `chat` or `pairs`."""
     g = torch.Generator().manual_seed(3)
 
     def text():
@@ -39,6 +40,7 @@ def dataset(what, count):
 
     make = {
         "text": lambda: {"text": text()},
+        "prompt": lambda: {"prompt": text()},
         "completion": lambda: {"prompt": text(), "completion": " " + text()},
         "chat": lambda: {
             "messages": [{"role": "user", "content": text()}, {"role": "assistant", "content": text()}] * 2
@@ -60,6 +62,67 @@ def given(what, count, folder):
     return dataset(what, count) if folder is None else load_from_disk(f"{folder}/{what}-{count}")
 
 
+def turns(prompts, trainer):
+    """What a user's rollout function returns: completions in which some tokens are an environment's."""
+    first, made = dist.get_rank() * len(prompts) if dist.is_initialized() else 0, []
+    for i in range(first, first + len(prompts)):
+        g = torch.Generator().manual_seed(100 * trainer.state.global_step + i)
+        length = int(torch.randint(2, 11, (1,), generator=g))
+        ids = torch.randint(24, 60, (length,), generator=g).tolist()
+        made.append((ids, [1, *torch.randint(0, 2, (length - 1,), generator=g).tolist()]))
+    ids, masks = zip(*made)
+    prompt_ids = trainer.processing_class(text=prompts)["input_ids"]
+    return {"prompt_ids": prompt_ids, "completion_ids": list(ids), "logprobs": None, "env_mask": list(masks)}
+
+
+ENDS = tuple(range(6, 24))
+"""Tokens that end a completion, so many that completions of a model with random weights have many lengths."""
+
+
+class Reproducible:
+    """Before one of TRL's trainers that generate: a completion depends on the step and on its place in the batch, and
+    not on which process generates it, nor on what else it generates."""
+
+    def _generate_single_turn(self, prompts, *more):
+        first, made = dist.get_rank() * len(prompts) if dist.is_initialized() else 0, []
+        for i, prompt in enumerate(prompts, first):
+            torch.manual_seed(1000 * self.state.global_step + 2 * i + self.model.training)
+            one = super()._generate_single_turn([prompt], *more)
+            made += one[0] if isinstance(one, tuple) else one
+        return (made, None) if isinstance(one, tuple) else made
+
+    def _generate_and_score_completions(self, inputs):
+        made = super()._generate_and_score_completions(inputs)
+        torch.manual_seed(self.state.global_step)  # TRL shuffles what was made
+        return made
+
+
+def small_tokens(completion_ids, **_):
+    """A reward: the share of tokens from the lower half of the vocabulary."""
+    return [sum(i < VOCAB // 2 for i in ids) / len(ids) for ids in completion_ids]
+
+
+def kinds(completion_ids, log_metric, **_):
+    """A reward: how many different tokens a completion has; none for a completion of one token."""
+    log_metric("tokens", sum(map(len, completion_ids)) / len(completion_ids))
+    return [None if len(ids) == 1 else len(set(ids)) / 8 for ids in completion_ids]
+
+
+def policy(kind="gqa", folder=None, dtype=torch.float64):
+    """A model whose completions end early, and, in a folder, the model that TRL takes for its reference."""
+    model = make_model(kind).to(dtype)
+    model.generation_config.eos_token_id = list(ENDS)
+    model.config._name_or_path = "" if folder is None else folder
+    return model
+
+
+ONLINE = {
+    "num_generations": 4, "max_completion_length": 10, "per_device_train_batch_size": 4,
+    "per_device_eval_batch_size": 4, "beta": 0.0,
+    "generation_kwargs": {"min_new_tokens": 1},
+}  # fmt: skip
+
+
 def with_trl(
     engine, *, trainer, what, count = 24, lora = False,
     evaluate = False, reference = False, data = None, **settings,
@@ -67,13 +130,29 @@ def with_trl(
     """What `trainers.train` is given for a run of one of TRL's trainers.
 
     Args:
-        trainer: `SFT` or `DPO`.
-        reference: DPO has a reference model, which is another one than the model.
+        trainer: `SFT`, `DPO`, `GRPO` or `RLOO`.
+        reference: DPO has a reference model, which is another one than the model; of GRPO and RLOO, the folder that
+            has it.
         data: a folder that has the data (`given`).
+        settings: of the trainer's arguments; `rollout` is what generates in place of the trainer.
     """
     import trl
 
     extra = {"processing_class": tokenizer()}
+    if trainer in ("GRPO", "RLOO"):
+        base, mixin = getattr(trl, f"{trainer}Trainer"), alstlib.GRPOTrainerMixin
+        classes = [type(f"Reproducible{one.__name__}", (Reproducible, one), {}) for one in (base, mixin)]
+        extra["reward_funcs"] = [small_tokens, kinds]
+        if rollout := settings.pop("rollout", None):
+            extra["rollout_func"] = rollout
+        if lora:
+            extra["peft_config"] = lora_of(())
+        return {
+            **ONLINE, "max_steps": 4, "bf16": False, "seed": 7, "extra": extra,
+            "kind": functools.partial(policy, folder=reference or None, dtype=dtype_of(engine)),
+            "classes": (classes[0], getattr(trl, f"{trainer}Config"), classes[1]),
+            "data": given(what, count, data), "evaluate": evaluate and given(what, 4, data), **settings,
+        }  # fmt: skip
     if reference:
         extra["ref_model"] = make_model(seed=1).to(dtype_of(engine))
     if lora:

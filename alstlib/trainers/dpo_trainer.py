@@ -13,30 +13,25 @@ row, L tokens of this rank's slice.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import importlib.metadata
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import tee
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from alstlib.base.units import IGNORE
-from alstlib.hf.attach import apply
-from alstlib.hf.handle import Handle
-from alstlib.hf.token_logps import OverRanks, token_logps
-from alstlib.trainers.trainer import TrainerMixin, without_adapters
+from alstlib.hf.token_logps import token_logps
+from alstlib.trainers.logps_trainer import LogpsMixin, whole_rows
 from alstlib.trainers.trainer_checks import check_preferences
 
 PAIRS = "pairs"
 """Key of a micro-batch under which DPOTrainer finds the whole batch that its collator made."""
 
 
-class DPOTrainerMixin(TrainerMixin):
+class DPOTrainerMixin(LogpsMixin):
     """Gives TRL's DPOTrainer sequence parallelism: `class SPDPO(alstlib.DPOTrainerMixin, DPOTrainer)`.
 
     As in DPOTrainer, the loss is the mean over the pairs of a micro-batch; log-probabilities are summed in fp64. The
@@ -51,18 +46,8 @@ class DPOTrainerMixin(TrainerMixin):
         ValueError: before training, where the arguments cannot be run exactly; the message says what to write instead.
     """
 
-    LOSS_OF = ("Trainer", "DPOTrainer")
+    MIXIN, SEAM, LOSS_OF = "DPOTrainerMixin", "compute_ref_log_probs", ("Trainer", "DPOTrainer")
     precompute_ref_logps: bool
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        trl = importlib.metadata.version("trl")
-        if not hasattr(super(), "compute_ref_log_probs") or tuple(map(int, trl.split(".")[:2])) < (1, 15):
-            raise ValueError(
-                f"{type(self).__name__} needs DPOTrainer of trl 1.15 or newer behind DPOTrainerMixin: write class "
-                f"SPDPO(alstlib.DPOTrainerMixin, trl.DPOTrainer), and pip install 'trl>=1.15' ({trl} is installed)"
-            )
-        self.reference_handle: Handle | None = None
-        super().__init__(*args, **kwargs)
 
     def _validate_args(self) -> None:
         super()._validate_args()
@@ -83,24 +68,7 @@ class DPOTrainerMixin(TrainerMixin):
         labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, IGNORE)
         return {"input_ids": batch["input_ids"], "labels": labels, "attention_mask": batch["attention_mask"]}
 
-    # ----- the models
-
-    @property
-    def ref_model(self) -> Any:
-        """The reference, which is attached when DPOTrainer sets it, before an engine wraps it; or None."""
-        return self._ref_model
-
-    @ref_model.setter
-    def ref_model(self, model: Any) -> None:
-        self._ref_model = model
-        if model is not None and self.reference_handle is None:
-            self.reference_handle = apply(without_adapters(model), self.ctx, self.alst)
-
-    def detach(self) -> nn.Module:
-        """The model as it was before: without anything attached, in no engine; the reference model too."""
-        if self.reference_handle is not None:
-            self.reference_handle.detach()
-        return super().detach()
+    # ----- the reference
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         self._attach()
@@ -142,17 +110,6 @@ class DPOTrainerMixin(TrainerMixin):
             self.precompute_ref_logps = known
         return (loss, {"loss": loss}) if return_outputs else loss
 
-    @contextlib.contextmanager
-    def _replicas_once(self) -> Iterator[None]:
-        """Inside, what the Trainer gathers for its metrics comes from each replica once, and not from each rank."""
-        accelerator: Any = self.accelerator
-        accelerator.gather = functools.partial(self._gather_replicas, repeated=True)
-        accelerator.gather_for_metrics = self._gather_replicas
-        try:
-            yield
-        finally:
-            del accelerator.gather, accelerator.gather_for_metrics
-
     # ----- evaluation
 
     def prediction_step(
@@ -174,7 +131,5 @@ def _score(model: nn.Module, inputs: Mapping[str, Any], trainer: DPOTrainerMixin
     ctx, length = trainer.ctx, inputs[PAIRS]["input_ids"].shape[1]
     found = token_logps(model, {n: t for n, t in inputs.items() if n != PAIRS}, statistics=True)
     part = torch.stack([t.double() for t in found])  # sums over many tokens lose their last digits in fp32
-    before = ctx.sp_rank * part.shape[-1]
-    whole = OverRanks.apply(F.pad(part, (before, (ctx.sp - 1) * part.shape[-1] - before)), ctx)[..., : length - 1]
-    logps, entropy, correct, mean_logits = whole
+    logps, entropy, correct, mean_logits = whole_rows(part, ctx)[..., : length - 1]
     return SimpleNamespace(log_probs=logps, entropy=entropy, is_top1=correct.bool(), mean_logits=mean_logits)

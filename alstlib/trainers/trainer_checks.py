@@ -12,6 +12,19 @@ REPLACED = ("compute_loss", "prediction_step", "get_batch_samples", "_prepare_in
 """Methods of a Trainer that are the mixin's altogether: what a class behind it does there would be lost."""
 
 
+ELSEWHERE = "compute its loss from alstlib.token_logps and alstlib.sequence_logps in a TrainerMixin before Trainer"
+REMEDIES = {
+    "DPOTrainer": "put alstlib.DPOTrainerMixin before it",
+    "GRPOTrainer": "put alstlib.GRPOTrainerMixin before it",
+    "RLOOTrainer": "put alstlib.GRPOTrainerMixin before it",
+    "KTOTrainer": f"it calls its models in several places, on whole samples: {ELSEWHERE}",
+    "CPOTrainer": f"it reads logits of whole samples: {ELSEWHERE}",
+    "ORPOTrainer": f"it reads logits of whole samples: {ELSEWHERE}",
+    "RewardTrainer": "its model scores whole samples, without log-probabilities: train it without the mixin",
+}
+"""What to do about a trainer of TRL whose loss is not the mixin's, by its name."""
+
+
 def check_class(cls: type, mixin: type, known: tuple[str, ...]) -> None:
     """A class behind the mixin must not have its own way to the loss.
 
@@ -25,8 +38,7 @@ def check_class(cls: type, mixin: type, known: tuple[str, ...]) -> None:
         if not lost or (library and behind.__name__ in known):
             continue
         remedy = (
-            "put alstlib.DPOTrainerMixin before it" if library and behind.__name__ == "DPOTrainer"
-            else "its loss is not the one that TrainerMixin computes: compute it from alstlib.token_logps" if library
+            REMEDIES.get(behind.__name__, f"its loss is not the one that TrainerMixin computes: {ELSEWHERE}") if library
             else "write these methods in a class before the mixin, and call super() in them"
         )  # fmt: skip
         raise ValueError(f"{behind.__name__} has its own {', '.join(lost)}, which TrainerMixin would replace; {remedy}")
@@ -72,7 +84,7 @@ def _router_loss(trainer: Any) -> float:
     return getattr(text, "router_aux_loss_coef", 0.0) if given is None else given
 
 
-def _refuse(found: list[tuple[bool, str, str]], mixin: str) -> None:
+def _refuse(found: list[tuple[Any, str, str]], mixin: str) -> None:
     for wrong, what, remedy in found:
         if wrong:
             raise ValueError(f"{what} cannot be used with {mixin}; {remedy}")
@@ -90,6 +102,44 @@ def check_preferences(trainer: Any) -> None:
         (router != 0, f"router_aux_loss_coef={router}", "use 0.0: log-probabilities have no load-balancing loss"),
     ]  # fmt: skip
     _refuse(found, "DPOTrainerMixin")
+
+
+def check_rollouts(trainer: Any) -> None:
+    """What of GRPOTrainer and RLOOTrainer cannot be divided among ranks, or needs more than log-probabilities."""
+    args, (sp, dp), router = trainer.args, (trainer.ctx.sp, trainer.ctx.dp), _router_loss(trainer)
+    batch, steps = args.per_device_train_batch_size, args.steps_per_generation
+    each = "each rank generates as many completions"
+    whole = f"the ranks that share a sample are one process, here of {dp}"
+    trained = f"per_device_train_batch_size={batch} with steps_per_generation={steps}"
+    evaluated = f"per_device_eval_batch_size={args.per_device_eval_batch_size}"
+    group = args.num_generations
+    group_eval = args.num_generations_eval or group
+    evaluates = trainer.eval_dataset is not None
+    zero = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
+    sharded = trainer.is_fsdp_enabled or (zero is not None and zero.zero_stage == 3)
+    together = args.vllm_mode == "server" if args.use_vllm else sharded
+    found = [
+        (batch * steps % sp, trained, f"their product must be a multiple of sp={sp}: {each}"),
+        (batch * steps * dp % group, trained,
+         f"their product times {dp} must be a multiple of num_generations={group}: {whole}"),
+        (evaluates and args.per_device_eval_batch_size % sp, evaluated, f"use a multiple of sp={sp}: {each}"),
+        (evaluates and args.per_device_eval_batch_size * dp % group_eval, evaluated,
+         f"times {dp} it must be a multiple of the {group_eval} generations of a prompt: {whole}"),
+        (trainer._is_vlm, "a processor of images", "train on text alone, or without the mixin"),
+        (getattr(trainer, "tools", None) and together and sp * dp > 1,
+         f"tools with {'vllm_mode=server' if args.use_vllm else 'sharded weights'}",
+         "use DDP, ZeRO up to stage 2 or vllm_mode='colocate': ranks generate another number of turns each, and would "
+         "wait for each other"),
+        (getattr(args, "entropy_coef", 0.0) != 0, "entropy_coef", "use 0.0: entropies have no gradient here"),
+        (getattr(args, "use_adaptive_entropy", False), "use_adaptive_entropy=True",
+         "leave it out: entropies have no gradient here"),
+        (getattr(args, "cast_lm_head_to_fp32", False), "cast_lm_head_to_fp32=True",
+         "leave it out: the head's tiles compute in its dtype"),
+        (args.use_transformers_continuous_batching, "use_transformers_continuous_batching=True",
+         "leave it out: it replaces the attention that is attached"),
+        (router != 0, f"router_aux_loss_coef={router}", "use 0.0: log-probabilities have no load-balancing loss"),
+    ]  # fmt: skip
+    _refuse(found, "GRPOTrainerMixin")
 
 
 def check_liger(args: Any) -> None:

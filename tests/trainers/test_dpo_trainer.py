@@ -1,12 +1,15 @@
 """DPOTrainerMixin: what plain DPOTrainer logs and trains in one process, and wrong use refused by name."""
 
 import importlib.metadata
+import re
 
 import pytest
 from cases import check_refused, make_model
 from trainers import SETTINGS, as_one_process, made_of
 from transformers import Trainer
-from trl import DPOConfig, DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
+from trl.experimental.cpo import CPOTrainer
+from trl.experimental.orpo import ORPOTrainer
 from trl_runs import dataset, mixture, tokenizer
 
 import alstlib
@@ -32,6 +35,28 @@ def test_two_ranks_train_as_one_process(ranks2, case):
     chunks = {"options": {"chunk": 3}} if case == "several losses" else {}
     _, found = as_one_process(ranks2, settings, engine, **chunks)
     assert {"rewards/margins", "logps/chosen", "logits/rejected", "entropy", "num_tokens"} <= found
+
+
+LOSSES = (
+    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
+    "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_each_loss_by_itself(ranks2, loss):
+    smooth = {"label_smoothing": 0.1} if loss in ("robust", "exo_pair") else {}
+    as_one_process(ranks2, {**PAIRS, "loss_type": loss, "max_steps": 3, **smooth})
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "js_divergence"])
+def test_each_divergence(ranks2, divergence):
+    as_one_process(ranks2, {**PAIRS, "f_divergence_type": divergence, "max_steps": 3})
+
+
+def test_all_losses_of_the_installed_trl_are_tried():
+    said = DPOConfig.__dataclass_fields__["loss_type"].metadata["help"].partition("If multiple")[0]
+    assert set(re.findall(r"`'(\w+)'`", said)) == set(LOSSES)
 
 
 def test_replicas_of_groups_train_as_one_process(pools):
@@ -97,8 +122,18 @@ def test_logits_are_refused():
     "mixin, behind, message",
     [
         (alstlib.TrainerMixin, DPOTrainer, "DPOTrainer has its own .*put alstlib.DPOTrainerMixin before it"),
-        *((alstlib.TrainerMixin, other, f"{other.__name__} has its own .*compute it from alstlib.token_logps")
-          for other in (GRPOTrainer, KTOTrainer, RewardTrainer)),
+        *((mixin, behind, f"{behind.__name__} has its own .*{why}")
+          for mixin in (alstlib.TrainerMixin, alstlib.DPOTrainerMixin)
+          for behind, why in ((KTOTrainer, "calls its models in several places, .* compute its loss from alstlib"),)),
+        *((alstlib.TrainerMixin, other, f"{other.__name__} has its own .*{why}")
+          for other, why in (
+              (GRPOTrainer, "put alstlib.GRPOTrainerMixin before it"),
+              (RLOOTrainer, "put alstlib.GRPOTrainerMixin before it"),
+              (RewardTrainer, "scores whole samples, .*: train it without the mixin"),
+              (CPOTrainer, "reads logits of whole samples: compute its loss from alstlib.token_logps"),
+              (ORPOTrainer, "reads logits of whole samples: compute its loss from alstlib.token_logps"),
+          )),
+        (alstlib.GRPOTrainerMixin, SFTTrainer, "needs GRPOTrainer or RLOOTrainer of trl 1.15 or newer behind GRPO"),
         (alstlib.DPOTrainerMixin, SFTTrainer, "needs DPOTrainer of trl 1.15 or newer behind DPOTrainerMixin"),
         (alstlib.DPOTrainerMixin, Trainer, "needs DPOTrainer of trl 1.15 or newer behind DPOTrainerMixin"),
     ],
