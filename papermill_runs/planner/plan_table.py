@@ -25,7 +25,7 @@ from alstlib.planner.measure.simulate import simulate
 from alstlib.planner.model_shapes import read_shape
 
 FILE = Path("papermill_runs/results/planner/simulated.json")
-COUNT = 100
+COUNT = 106
 LAYERS = 6
 LIMIT = 180
 """Seconds of a core that a whole simulated step may take."""
