@@ -20,5 +20,6 @@ from .planner.measure.ledger import DeviceOutOfMemory as DeviceOutOfMemory
 from .runs.launch import RunFailed as RunFailed
 from .trainers.dpo_trainer import DPOTrainerMixin as DPOTrainerMixin
 from .trainers.trainer import TrainerMixin as TrainerMixin
+from .trees.tree_step import tree_step as tree_step
 
 __version__: str

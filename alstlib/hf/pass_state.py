@@ -42,6 +42,8 @@ class StepInputs:
     """[1, 1] the largest position of the whole sequence, where the model asks for it (`Facts.by_longest`)."""
     real: Tensor | None = None
     """[B, L] which tokens are not padding; None: all."""
+    seen: Tensor | None = None
+    """[n] the rows of a block that the head sees, one for each of n labels; None: each row once."""
     striped: bool = False
     """Whether tokens are dealt out in stripes. Then logits are not in the order of the tokens."""
 
