@@ -81,7 +81,9 @@ def block_step(
         check_block(handle, block)
         check_temperature(temperature)
         if not own and temperature != 1.0:
-            raise ValueError(f"temperature={temperature} is of an objective: give that too, or leave the temperature out")
+            raise ValueError(
+                f"temperature={temperature} is of an objective: give that too, or leave the temperature out"
+            )
         if own and (not callable(objective) or engine_divides_by is not None):
             raise ValueError(
                 f"objective={objective!r} must be a function of log-probabilities, and gives the loss as backward takes "

@@ -91,8 +91,8 @@ class BlockPages(LayerPages):
         return found
 
     def drop(self, index: int) -> None:
-        """Let a page go altogether."""
-        self.held[index] = _Page()
+        """Let a page go altogether; a layer that does not attend has none."""
+        self.held[index : index + 1] = [_Page() for _ in self.held[index : index + 1]]
         self.open = None
 
 
@@ -169,7 +169,9 @@ class Blocks:
     def carry(self, key: Hashable, step: Step, inputs: Sequence[Tensor]) -> Tensor:
         """The output for the block of a call of a part that hands something on; `key` is of the call."""
         rows, length = (self.first, self.last), self.ranks * self.length
-        return self.carried.run(key, step, inputs, rows, length, graph=torch.is_grad_enabled(), keep=self.making and self.seen)
+        return self.carried.run(
+            key, step, inputs, rows, length, graph=torch.is_grad_enabled(), keep=self.making and self.seen
+        )
 
     def done(self) -> None:
         """The block's backward has run: nobody needs its pages any more."""

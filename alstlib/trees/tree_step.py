@@ -294,9 +294,8 @@ class _Walk:
     def block(self, part: _Part, making: bool) -> tuple[Tensor, slice]:
         """The log-probabilities of the labels of this rank's rows of a block, and which labels of the tree these are."""
         path, node, ctx, device = self.path, part.node, self.handle.ctx, self.slopes.device
-        if making or not part.seen:
-            if part.number == 0:
-                path.enter(part.index, part.starts)
+        if part.number == 0 and (making or not part.seen):
+            path.enter(part.index, part.starts)
         path.begin(part.index, making, part.seen)
         rows = path.rows.stop - path.rows.start
         first = path.first - node.begin + ctx.sp_rank * rows

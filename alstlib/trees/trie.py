@@ -70,7 +70,9 @@ def trajectory_of(sample: Any) -> Trajectory:
     fields = ("input_ids", "labels", "weights")
     if not isinstance(sample, Mapping) or "input_ids" not in sample or not {*sample} <= {*fields}:
         known = ", ".join(map(str, sample)) if isinstance(sample, Mapping) else type(sample).__name__
-        raise ValueError(f"a trajectory is a dict with input_ids, and may have labels and weights; this one has: {known}")
+        raise ValueError(
+            f"a trajectory is a dict with input_ids, and may have labels and weights; this one has: {known}"
+        )
     tokens = torch.as_tensor(sample["input_ids"])
     labels = tokens if sample.get("labels") is None else torch.as_tensor(sample["labels"])
     weights = torch.as_tensor(1.0 if sample.get("weights") is None else sample["weights"], dtype=torch.float64)
@@ -79,7 +81,9 @@ def trajectory_of(sample: Any) -> Trajectory:
         raise ValueError(f"a trajectory needs input_ids [n], labels [n], and weights [n] or one number; got {shapes}")
     for name, ids in (("input_ids", tokens), ("labels", labels.masked_fill(labels == IGNORE, 0))):
         if ids.is_floating_point() or bool((ids < 0).any()):
-            raise ValueError(f"{name} of a trajectory must be whole numbers from 0 on; labels may be {IGNORE}, for none")
+            raise ValueError(
+                f"{name} of a trajectory must be whole numbers from 0 on; labels may be {IGNORE}, for none"
+            )
     # a token predicts the label at the next place, whose weight is there too
     shifted = nn.functional.pad(labels[1:].to("cpu", torch.int64), (0, 1), value=IGNORE)
     of_tokens = weights.cpu().expand(len(tokens))
