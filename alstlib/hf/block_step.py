@@ -79,16 +79,9 @@ def block_step(
         check_batch(batch, divides)
         check_accumulation(engine, batch, engine_divides_by)
         check_block(handle, block)
-        check_temperature(temperature)
+        check_objective(objective, temperature, engine_divides_by=engine_divides_by)
         if not own and temperature != 1.0:
-            raise ValueError(
-                f"temperature={temperature} is of an objective: give that too, or leave the temperature out"
-            )
-        if own and (not callable(objective) or engine_divides_by is not None):
-            raise ValueError(
-                f"objective={objective!r} must be a function of log-probabilities, and gives the loss as backward takes "
-                "it: leave engine_divides_by out, and divide in the function"
-            )
+            raise ValueError(f"temperature={temperature} is of an objective: give that too, or leave temperature out")
         asked = Objective(temperature=float(temperature)) if own else asked
         state = read_call(handle, given := fields_of(batch), asked, block, agreement)
         agreement.count = -(-batch["input_ids"].shape[1] // block)
@@ -96,12 +89,7 @@ def block_step(
     steps, train = MicroSteps(engine, last_micro_batch), torch.is_grad_enabled()
     if count == 1:
         with steps.micro_step(ends=True):
-            if objective is None:
-                out = loss_of(engine, given, state, batch, handle.ctx, divides)
-            else:
-                logps = engine(**given, **{STATE: state}).logits
-                share = share_of(-logps.detach().sum(), batch["shift_labels"], batch, handle.ctx, divides)
-                out = share.of(value_of(objective, logps))
+            out = _whole(engine, given, state, batch, handle, divides, objective)
             if train:
                 steps.backward(out.loss)
         return replace(out, loss=out.loss.detach())
@@ -131,6 +119,18 @@ def block_step(
     return share.of(loss.detach())
 
 
+def _whole(
+    engine: Any, given: Mapping[str, Any], state: PassState, batch: Mapping[str, Any], handle: Handle, divides: int,
+    objective: Callable[[Tensor], Tensor] | None,
+) -> Loss:  # fmt: skip
+    """The loss of a micro-batch that is one block."""
+    if objective is None:
+        return loss_of(engine, given, state, batch, handle.ctx, divides)
+    logps = engine(**given, **{STATE: state}).logits
+    share = share_of(-logps.detach().sum(), batch["shift_labels"], batch, handle.ctx, divides)
+    return share.of(value_of(objective, logps))
+
+
 def run_forward(engine: Any, order: Sequence[tuple[MicroBatch, int]]) -> list[Tensor]:
     """The forward without a graph of the blocks of a micro-batch, in this order; the results of its own blocks."""
     made = []
@@ -158,6 +158,18 @@ def slopes_of(objective: Callable[[Tensor], Any], logps: Tensor) -> tuple[Tensor
     if loss.requires_grad:
         (slopes,) = torch.autograd.grad(loss, leaf, allow_unused=True)
     return loss.detach(), torch.zeros_like(logps) if slopes is None else slopes
+
+
+def check_objective(objective: Any, temperature: Any, **divisors: Any) -> None:
+    """Refuse what is no loss of a user's own, a temperature for it that is not above 0, and numbers that divide another
+    loss (ValueError)."""
+    check_temperature(temperature)
+    given = any(divisor is not None for divisor in divisors.values())
+    if objective is not None and (given or not callable(objective)):
+        raise ValueError(
+            f"objective={objective!r} must be a function of log-probabilities, which divides by itself: leave "
+            f"{' and '.join(divisors)} out"
+        )
 
 
 def check_temperature(temperature: Any) -> None:

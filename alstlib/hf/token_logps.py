@@ -35,7 +35,8 @@ class TokenLogps(NamedTuple):
 
 
 def token_logps(
-    model: Any, batch: Mapping[str, Any], *, statistics: bool = False, temperature: float = 1.0, block: int | None = None
+    model: Any, batch: Mapping[str, Any], *, statistics: bool = False, temperature: float = 1.0,
+    block: int | None = None,
 ) -> Any:  # fmt: skip
     """The log-probability of each label of this rank's slice, in nats: [B, L] in fp32 (or wider), 0 where the label is
     -100.
@@ -81,8 +82,8 @@ def token_logps(
         if block is not None:
             if torch.is_grad_enabled():
                 raise ValueError(
-                    f"block={block} makes no gradients: call token_logps under torch.no_grad(), or give block_step your "
-                    "loss as its objective"
+                    f"block={block} makes no gradients: call token_logps under torch.no_grad(), or give block_step "
+                    "your loss as its objective"
                 )
             check_block(handle, block)
             agreement.count = -(-batch["input_ids"].shape[1] // block)

@@ -29,7 +29,7 @@ from alstlib.base.recompute import Replay
 from alstlib.base.units import IGNORE
 from alstlib.data.agreement import everyones
 from alstlib.data.shard import checksum
-from alstlib.hf.block_step import MicroSteps, check_block, check_temperature, slopes_of, without_tokens
+from alstlib.hf.block_step import MicroSteps, check_block, check_objective, slopes_of, without_tokens
 from alstlib.hf.causal_lm_loss import divisor_of
 from alstlib.hf.handle import Handle
 from alstlib.hf.inputs import STATE, agree, check_number, handle_of, read_call
@@ -99,13 +99,8 @@ def tree_step(
     }  # fmt: skip
     with agree(handle, "tree_step", arguments, None, always=True) as agreement:
         check_block(handle, block)
-        check_temperature(temperature)
+        check_objective(objective, temperature, divisor=divisor, engine_divides_by=engine_divides_by)
         check_number("engine_divides_by", divides, "a number of at least 1", 1)
-        if own and not (callable(objective) and divisor is None and engine_divides_by is None):
-            raise ValueError(
-                f"objective={objective!r} must be a function of log-probabilities, which divides by itself: leave divisor "
-                "and engine_divides_by out"
-            )
         if divisor is not None:
             check_number("divisor", divisor, "a number above 0, such as that of all labels", 1e-30)
         if handle.facts.by_longest:
@@ -120,35 +115,26 @@ def tree_step(
         agreement.count = len(mine)
     if agreement.count == 0:
         raise ValueError("no replica has a trajectory: leave the step out")
-    device, wide = walk.slopes.device, torch.float64
-    weights = torch.zeros(tree.labels, dtype=wide)
-    for one, places in zip(mine, tree.places):
-        weights.index_add_(0, places[places >= 0], one.weights[places >= 0])
-    weights = weights.to(device)
-    places = [p.to(device) for p in tree.places]
+    weights = tree.weights(mine).to(walk.slopes.device)
     if divisor is None:
-        labels = everyones(ctx, [sum(int((p >= 0).sum()) for p in places)], 1)
+        labels = everyones(ctx, [sum(int((p >= 0).sum()) for p in tree.places)], 1)
         divisor = max(1, sum(count for (count,) in labels[:: ctx.sp]))
-
-    def of_each(values: Tensor) -> list[Tensor]:
-        return [torch.cat([values, values.new_zeros(1)])[p] for p in places]  # the zero is that of -1
 
     def of_labels(values: Tensor) -> Any:
         assert objective is not None
-        return objective(of_each(values))
+        return objective(_of_each(tree, values))
 
-    steps, train, loss = MicroSteps(engine, last_micro_batch), torch.is_grad_enabled(), None
+    steps, train = MicroSteps(engine, last_micro_batch), torch.is_grad_enabled()
+    loss: Tensor | None = None
     if train:
         steps.check_optimizer("tree_step")
     try:
         if own or not train:
-            with torch.no_grad():
-                walk.run(None)
-            if own:
-                loss, slopes = slopes_of(of_labels, walk.whole())
-                walk.slopes = slopes * ctx.sp
-                loss = loss.double() / ctx.dp  # of all ranks of a group alike: the sum below is of one of them
-        if not own:
+            walk.run(None)
+        if own:
+            loss, slopes = slopes_of(of_labels, walk.whole())
+            walk.slopes, loss = slopes * ctx.sp, loss.double() / ctx.dp
+        else:
             walk.slopes = (-weights * (ctx.world_size * divides / divisor)).to(walk.slopes)
         if train:
             walk.run(steps)
@@ -158,17 +144,23 @@ def tree_step(
     if loss is None:
         loss = -(weights * logps).sum() / divisor
     if ctx.dp > 1:
-        loss = loss / ctx.sp
+        loss = loss / ctx.sp  # all ranks of a group have the same
         dist.all_reduce(loss, group=ctx.world_group)
     tokens = sum(len(one.tokens) for one in mine)
-    return TreeStep(loss, of_each(logps), tokens, sum(len(path[-1].tokens) for path in tree.paths()))
+    return TreeStep(loss, _of_each(tree, logps), tokens, sum(len(path[-1].tokens) for path in tree.paths()))
+
+
+def _of_each(tree: Tree, values: Tensor) -> list[Tensor]:
+    """For each trajectory, what its tokens have of the values of all labels of the tree; 0 for a token without one."""
+    values = torch.cat([values, values.new_zeros(1)])  # the zero is that of -1
+    return [values[places.to(values.device)] for places in tree.places]
 
 
 class _Part(NamedTuple):
     """A block of a node."""
 
     node: Node
-    index: int
+    at: int
     """Number of the block on its path."""
     starts: Sequence[int]
     """Places on the path at which the node's blocks begin, and its end."""
@@ -292,11 +284,12 @@ class _Walk:
         return (logps * self.slopes[at]).sum()
 
     def block(self, part: _Part, making: bool) -> tuple[Tensor, slice]:
-        """The log-probabilities of the labels of this rank's rows of a block, and which labels of the tree these are."""
+        """The log-probabilities of the labels of this rank's rows of a block, and which of the tree's labels these
+        are."""
         path, node, ctx, device = self.path, part.node, self.handle.ctx, self.slopes.device
         if part.number == 0 and (making or not part.seen):
-            path.enter(part.index, part.starts)
-        path.begin(part.index, making, part.seen)
+            path.enter(part.at, part.starts)
+        path.begin(part.at, making, part.seen)
         rows = path.rows.stop - path.rows.start
         first = path.first - node.begin + ctx.sp_rank * rows
         begin, end = torch.searchsorted(node.rows, torch.tensor([first, first + rows])).tolist()

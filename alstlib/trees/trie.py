@@ -52,6 +52,13 @@ class Tree:
     labels: int
     """Number of labels of all nodes."""
 
+    def weights(self, trajectories: Sequence[Trajectory]) -> Tensor:
+        """fp64, for each label of the tree the sum of its weights in the trajectories that have it."""
+        sums = torch.zeros(self.labels, dtype=torch.float64)
+        for one, places in zip(trajectories, self.places):
+            sums.index_add_(0, places[places >= 0], one.weights[places >= 0])
+        return sums
+
     def paths(self) -> Iterator[list[Node]]:
         """The path from the root to each node."""
         left = [[root] for root in reversed(self.roots)]
@@ -100,7 +107,8 @@ def tree_of(trajectories: Sequence[Trajectory], multiple: int = 1) -> Tree:
     places = [torch.full(t.tokens.shape, -1) for t in trajectories]
     width = 1 + max((int(t.labels.max().clamp(min=0)) for t in trajectories), default=0)
     roots: list[Node] = []
-    count, left = 0, [(roots, 0, range(len(trajectories)))]
+    count = 0
+    left: list[tuple[list[Node], int, Sequence[int]]] = [(roots, 0, range(len(trajectories)))]
     while left:
         siblings, begin, members = left.pop()
         for group in _by_next(trajectories, members, begin, multiple):

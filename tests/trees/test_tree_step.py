@@ -215,8 +215,8 @@ SHARED = [[*tokens(96, 0), 4 + i, *tokens(15, 200 + 20 * i)] for i in range(8)]
 
 
 def peak(paths, **options):
-    """Bytes on the device and on the host that the third step takes at most."""
-    model, data = make_model(max_position_embeddings=256), [{"input_ids": path} for path in paths]
+    """Bytes on the device and on the host that the third step of a model with many keys takes at most."""
+    model, data = make_model(hidden_size=256, num_key_value_heads=4), [{"input_ids": path} for path in paths]
     with attach(model, **options) as handle, Ledger("cpu", [handle.store]) as ledger:
         ledger.mark_host(())
         for _ in range(3):
@@ -229,7 +229,7 @@ def peak(paths, **options):
 
 @pytest.mark.parametrize("options", [{}, HOST], ids=str)
 def test_memory_is_that_of_one_path(options):
-    """Of eight paths, of which each has seven blocks of its own pages that the other seven do not see."""
+    """Of eight paths, of which each has seven blocks of its own, which the other seven do not see."""
     paths = [[*tokens(24, 0), 4 + i, *tokens(55, 200 + 60 * i)] for i in range(8)]
     for tree, path in zip(peak(paths, **options), peak(paths[:1], **options)):
         assert tree <= 1.1 * path
