@@ -21,5 +21,6 @@ from .runs.launch import RunFailed as RunFailed
 from .trainers.dpo_trainer import DPOTrainerMixin as DPOTrainerMixin
 from .trainers.grpo_trainer import GRPOTrainerMixin as GRPOTrainerMixin
 from .trainers.trainer import TrainerMixin as TrainerMixin
+from .trees.tree_step import tree_step as tree_step
 
 __version__: str

@@ -164,8 +164,9 @@ def _attach_head(handle: Handle) -> None:
     def labels_of_call(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         if (state := handle.state) is None or state.inputs.labels is None:
             return args[:1]
-        asked = state.objective
-        return args[0], state.inputs.labels, asked.by_token, asked.statistics, asked.label_smoothing, asked.look
+        asked, seen = state.objective, state.inputs.seen
+        hidden = args[0] if seen is None else args[0][:, seen]
+        return hidden, state.inputs.labels, asked.by_token, asked.statistics, asked.label_smoothing, asked.look
 
     def shrink(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
         return out * factor if len(args) > 1 else out
@@ -252,7 +253,7 @@ def _output(handle: Handle, state: PassState, out: Any) -> Any:
     if handle.head is not None:
         total = out.logits * handle.head.unshrink
     else:
-        total = _untiled(out.logits, labels, asked)
+        total = _untiled(out.logits if inputs.seen is None else out.logits[:, inputs.seen], labels, asked)
     if asked.dft:
         total = -(total * total.detach().exp()).sum()
     logits = out.logits if handle.head is None and not inputs.striped else NoLogits()

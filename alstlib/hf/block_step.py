@@ -9,7 +9,8 @@ which only the last one ends the optimizer step, so that its hooks take every gr
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,18 +30,20 @@ from alstlib.hf.causal_lm_loss import (
     share_of,
 )  # fmt: skip
 from alstlib.hf.handle import Handle
-from alstlib.hf.inputs import STATE, agree, handle_of, of_all_ranks, read_call
+from alstlib.hf.inputs import STATE, agree, check_number, handle_of, of_all_ranks, read_call
 from alstlib.hf.pass_state import Objective, PassState
 from alstlib.streaming.blocks import Blocks
+from alstlib.ulysses.alltoall import stripe, unstripe
 
 
 def block_step(
     engine: Any, batch: Mapping[str, Any], block: int = 16_384, engine_divides_by: int | None = None, *,
-    last_micro_batch: bool | None = None,
+    last_micro_batch: bool | None = None, objective: Callable[[Tensor], Tensor] | None = None, temperature: float = 1.0,
 ) -> Loss:  # fmt: skip
     """Run forward and backward of one micro-batch, one block of tokens through the whole model at a time.
 
-    The gradients are those of `causal_lm_loss` followed by backward. They are added up in the precision in which the
+    The gradients are those of `causal_lm_loss` followed by backward, or those of an `objective` of the `token_logps` of
+    the micro-batch. They are added up in the precision in which the
     engine adds up gradients of micro-batches. The caller runs the optimizer's step. Hooks that the caller registered
     with `register_post_accumulate_grad_hook`, such as an optimizer that steps in backward, run once, in the last
     backward. Under `torch.no_grad()` only forward runs.
@@ -53,9 +56,16 @@ def block_step(
         last_micro_batch: whether the micro-batch ends the optimizer step, so that gradients are reduced over ranks.
             None: as the engine says (DeepSpeed counts micro-batches, DDP knows `no_sync()`), and True where no engine
             says it.
+        objective: a loss of your own: it gets the log-probabilities [B, L] of this rank's slice, as `token_logps`
+            returns them, and gives the scalar that backward would be called on; `token_logps` says how to scale it.
+            It is called once a micro-batch, on all ranks, when the log-probabilities of all blocks are known. Its
+            gradients for them then go back through the model block by block, so that a loss of whole sequences
+            (`sequence_logps`) is exact too.
+        temperature: of the log-probabilities that the `objective` gets, as `token_logps` takes it.
 
     Returns:
-        What `causal_lm_loss` returns; its `loss` is detached, because backward has already run.
+        What `causal_lm_loss` returns; its `loss` is detached, because backward has already run. With an `objective`,
+        `loss` is its value, and `mean` is the mean of -log-probability over the labels.
 
     Raises:
         ValueError: as `causal_lm_loss`; the model is attached with `chunk`, or one of its layers cannot run on a part
@@ -63,56 +73,112 @@ def block_step(
         HostOutOfMemory: on every rank, before anything is computed, where the host has no room for keys and values.
     """
     handle, divides = handle_of(engine), divisor_of(engine, engine_divides_by)
-    arguments = {"block": block, "engine_divides_by": divides}
+    own, asked = objective is not None, Objective(reduction="sum")
+    arguments = {"block": block, "engine_divides_by": divides, "an objective": own, "temperature": temperature}
     with agree(handle, "block_step", arguments, batch, always=True) as agreement:
         check_batch(batch, divides)
         check_accumulation(engine, batch, engine_divides_by)
-        _check_block(handle, block)
-        state = read_call(handle, given := fields_of(batch), Objective(reduction="sum"), block, agreement)
+        check_block(handle, block)
+        check_objective(objective, temperature, engine_divides_by=engine_divides_by)
+        if not own and temperature != 1.0:
+            raise ValueError(f"temperature={temperature} is of an objective: give that too, or leave temperature out")
+        asked = Objective(temperature=float(temperature)) if own else asked
+        state = read_call(handle, given := fields_of(batch), asked, block, agreement)
         if state.inputs.images:
             raise ValueError("block_step does not take images: use causal_lm_loss")
         agreement.count = -(-batch["input_ids"].shape[1] // block)
     count = agreement.count  # of the rank that has most
-    steps, train = _Engine(engine, last_micro_batch), torch.is_grad_enabled()
+    steps, train = MicroSteps(engine, last_micro_batch), torch.is_grad_enabled()
     if count == 1:
         with steps.micro_step(ends=True):
-            out = loss_of(engine, given, state, batch, handle.ctx, divides)
+            out = _whole(engine, given, state, batch, handle, divides, objective)
             if train:
                 steps.backward(out.loss)
         return replace(out, loss=out.loss.detach())
-    if train and any(hasattr(p, "_in_backward_optimizers") for p in engine.parameters()):
-        raise ValueError(
-            "torch.distributed.optim._apply_optimizer_in_backward would step once for each block: call the optimizer's "
-            "step after block_step, or in hooks of register_post_accumulate_grad_hook, or use causal_lm_loss"
-        )
+    if train:
+        steps.check_optimizer("block_step")
     micro = MicroBatch(handle, given, state, block)
-    order = [(micro, i) for i in range(micro.blocks.count)]
-    order += [(without_tokens(handle, batch), 0) for _ in range(count - len(order))]
+    order = micro.order(batch, count)
     try:
         with torch.no_grad():
-            made = []
-            for part, i in order:
-                made.append(part.run(engine, i, making=True))
-                if len(made) == 1 and not isinstance(made[0], FakeTensor):
-                    handle.plan.handed_on(part.blocks)
-            losses = torch.stack(made)
-            total = losses.double().sum().to(losses.dtype)
+            made = run_forward(engine, order)
+            total = torch.stack([one.double().sum() for one in made]).sum().to(made[0].dtype)
             if micro.router is not None:
                 total = micro.router.add_to(total, micro.labels.ne(IGNORE).sum())
-        share = share_of(total, micro.labels, batch, handle.ctx, divides)
+        share = share_of(-total if own else total, micro.labels, batch, handle.ctx, divides)
+        if objective is None:
+            loss, micro.slopes = total * share.factor, share.factor
+        else:
+            loss, slopes = slopes_of(objective, micro.in_order(made))
+            (micro.slopes,) = stripe([slopes], block, handle.ctx)
         for part, i in reversed(order) if train else ():
             handle.plan.renew()
-            last = (part, i) == order[0]
-            with steps.micro_step(ends=last), _hooks_wait(engine, wait=not last and not steps.deepspeed):
-                steps.backward(part.run(engine, i, making=False) * share.factor)
+            steps.backward_of(functools.partial(part.weighted, engine, i), last=(part, i) == order[0])
             part.blocks.done()
     finally:
         for part, _ in order:
             part.close()
-    return share.of((total * share.factor).detach())
+    return share.of(loss.detach())
 
 
-def _check_block(handle: Handle, block: Any) -> None:
+def _whole(
+    engine: Any, given: Mapping[str, Any], state: PassState, batch: Mapping[str, Any], handle: Handle, divides: int,
+    objective: Callable[[Tensor], Tensor] | None,
+) -> Loss:  # fmt: skip
+    """The loss of a micro-batch that is one block."""
+    if objective is None:
+        return loss_of(engine, given, state, batch, handle.ctx, divides)
+    logps = engine(**given, **{STATE: state}).logits
+    share = share_of(-logps.detach().sum(), batch["shift_labels"], batch, handle.ctx, divides)
+    return share.of(value_of(objective, logps))
+
+
+def run_forward(engine: Any, order: Sequence[tuple[MicroBatch, int]]) -> list[Tensor]:
+    """The forward without a graph of the blocks of a micro-batch, in this order; the results of its own blocks."""
+    made = []
+    for part, i in order:
+        made.append(part.run(engine, i, making=True))
+        if len(made) == 1 and not isinstance(made[0], FakeTensor):
+            part.handle.plan.handed_on(part.blocks)
+    return made[: order[0][0].blocks.count]
+
+
+def value_of(objective: Callable[..., Any], *logps: Any) -> Tensor:
+    """A loss of a user's own, checked (ValueError)."""
+    loss = objective(*logps)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        found = f"of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+        raise ValueError(f"the objective must return a tensor of one number, the loss; it returned {found}")
+    return loss.reshape(())
+
+
+def slopes_of(objective: Callable[[Tensor], Any], logps: Tensor) -> tuple[Tensor, Tensor]:
+    """The value of an objective for log-probabilities, and its gradient for them, of their shape; under
+    `torch.no_grad()` zeros."""
+    leaf, slopes = logps.detach().requires_grad_(torch.is_grad_enabled()), None
+    loss = value_of(objective, leaf)
+    if loss.requires_grad:
+        (slopes,) = torch.autograd.grad(loss, leaf, allow_unused=True)
+    return loss.detach(), torch.zeros_like(logps) if slopes is None else slopes
+
+
+def check_objective(objective: Any, temperature: Any, **divisors: Any) -> None:
+    """Refuse what is no loss of a user's own, a temperature for it that is not above 0, and numbers that divide another
+    loss (ValueError)."""
+    check_temperature(temperature)
+    given = any(divisor is not None for divisor in divisors.values())
+    if objective is not None and (given or not callable(objective)):
+        raise ValueError(
+            f"objective={objective!r} must be a function of log-probabilities, which divides by itself: leave "
+            f"{' and '.join(divisors)} out"
+        )
+
+
+def check_temperature(temperature: Any) -> None:
+    check_number("temperature", temperature, "a number above 0; 1.0 leaves the logits as they are", 1e-30)
+
+
+def check_block(handle: Handle, block: Any) -> None:
     if type(block) is not int or block < 1:
         raise ValueError(f"block={block!r} must be an integer of at least 1 token")
     if handle.chunk is not None:
@@ -139,7 +205,7 @@ def _hooks_wait(model: nn.Module, wait: bool) -> Iterator[None]:
             found.update(own)
 
 
-class _Engine:
+class MicroSteps:
     """What takes gradients: told of each backward whether it ends an optimizer step.
 
     Args:
@@ -185,6 +251,20 @@ class _Engine:
         else:
             loss.backward()
 
+    def backward_of(self, forward: Callable[[], Tensor], last: bool) -> None:
+        """Forward and backward of a block, of which all but the last one leave a part of each gradient."""
+        with self.micro_step(ends=last), _hooks_wait(self.engine, wait=not last and not self.deepspeed):
+            self.backward(forward())
+
+    def check_optimizer(self, call: str) -> None:
+        """Refuse an optimizer that would step in each of several backwards (ValueError)."""
+        if any(hasattr(p, "_in_backward_optimizers") for p in self.engine.parameters()):
+            raise ValueError(
+                "torch.distributed.optim._apply_optimizer_in_backward would step once for each block: call the "
+                f"optimizer's step after {call}, or in hooks of register_post_accumulate_grad_hook, or use "
+                "causal_lm_loss"
+            )
+
 
 class MicroBatch:
     """The calls of an attached model that make up one micro-batch, block by block.
@@ -200,13 +280,21 @@ class MicroBatch:
         tokens = kwargs["input_ids"]
         kwargs["position_ids"] = kwargs["position_ids"].expand_as(tokens)
         assert inputs.labels is not None  # `check_batch`
-        self.kwargs, self.labels, self.router = kwargs, inputs.labels, state.router
+        self.handle, self.kwargs, self.labels, self.router = handle, kwargs, inputs.labels, state.router
         self.blocks = Blocks(len(handle.facts.layers), tokens.shape[1], block, handle.ctx.sp)
         self.state = replace(state, inputs=inputs, part=self.blocks)
         self.replays: dict[int, Replay] = {}
+        self.slopes: Any = 1.0
+        """What backward multiplies the losses by; of log-probabilities [B, L], one number for each."""
+
+    def order(self, batch: Mapping[str, Any], count: int) -> list[tuple[MicroBatch, int]]:
+        """Its blocks, and as many without tokens after them that they are `count`."""
+        own = [(self, i) for i in range(self.blocks.count)]
+        return own + [(without_tokens(self.handle, batch), 0) for _ in range(count - len(own))]
 
     def run(self, model: Any, index: int, making: bool) -> Tensor:
-        """The sum of a block's losses; with `making`, the forward that comes before all recomputes."""
+        """The sum of a block's losses, or its log-probabilities [B, C], and with statistics [4, B, C] (`TokenLogps`);
+        with `making`, the forward that comes before all recomputes."""
         self.blocks.begin(index, making)
         rows, inputs = self.blocks.rows, self.state.inputs
         cut = {name: self.kwargs[name][:, rows].contiguous() for name in ("input_ids", "position_ids")}
@@ -214,7 +302,22 @@ class MicroBatch:
         if making:
             self.replays[index] = Replay(self.labels.device)
         with contextlib.nullcontext() if making else self.replays[index]():
-            return model(**{**self.kwargs, **cut}).loss
+            out, asked = model(**{**self.kwargs, **cut}), self.state.objective
+        if asked.temperature is None:
+            return out.loss
+        if (found := asked.statistics) is None:
+            return out.logits
+        return torch.stack([out.logits, found.entropy, found.correct.to(found.entropy), found.mean])
+
+    def weighted(self, model: Any, index: int) -> Tensor:
+        """What backward of a block is called on."""
+        made = self.run(model, index, making=False)
+        return (made * (self.slopes[:, self.blocks.rows] if made.ndim else self.slopes)).sum()
+
+    def in_order(self, made: Sequence[Tensor]) -> Tensor:
+        """What `run` made of all blocks [.., B, L], in the order of the tokens of this rank's slice."""
+        whole = torch.cat([*made], -1)
+        return unstripe(whole.flatten(0, -2), self.blocks.block, self.handle.ctx).view(whole.shape)
 
     def close(self) -> None:
         """Let everything go that lies between a block and the others."""

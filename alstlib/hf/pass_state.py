@@ -45,6 +45,8 @@ class StepInputs:
     """[B, L] which tokens are not padding; None: all."""
     images: Mapping[str, Any] = field(default_factory=dict)
     """What the call is given of images, by the names of `data.images.DEALT`; empty: nothing."""
+    seen: Tensor | None = None
+    """[n] the rows of a block that the head sees, one for each of n labels; None: each row once."""
     striped: bool = False
     """Whether tokens are dealt out in stripes. Then logits are not in the order of the tokens."""
 

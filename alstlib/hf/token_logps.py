@@ -14,8 +14,9 @@ from torch import Tensor
 
 from alstlib.base.mesh import SPContext
 from alstlib.base.recompute import first_order
+from alstlib.hf.block_step import MicroBatch, check_block, check_temperature, run_forward
 from alstlib.hf.causal_lm_loss import check_batch, fields_of
-from alstlib.hf.inputs import STATE, agree, check_number, handle_of, read_call
+from alstlib.hf.inputs import STATE, agree, handle_of, read_call
 from alstlib.hf.pass_state import Objective
 from alstlib.tiled.logits import Statistics
 
@@ -34,7 +35,8 @@ class TokenLogps(NamedTuple):
 
 
 def token_logps(
-    model: Any, batch: Mapping[str, Any], *, statistics: bool = False, temperature: float = 1.0
+    model: Any, batch: Mapping[str, Any], *, statistics: bool = False, temperature: float = 1.0,
+    block: int | None = None,
 ) -> Any:  # fmt: skip
     """The log-probability of each label of this rank's slice, in nats: [B, L] in fp32 (or wider), 0 where the label is
     -100.
@@ -62,18 +64,39 @@ def token_logps(
         batch: as `causal_lm_loss` takes it; step_tokens is not used.
         statistics: whether to return a `TokenLogps`, which also has the entropy, the correctness and the mean logit.
         temperature: the number by which logits are divided; use the temperature with which the tokens were sampled.
+        block: run the whole model on so many of this rank's tokens at a time, as `block_step` does, under
+            `torch.no_grad()`: of the sequence, keys and values alone are kept. All replicas make this call. (With
+            gradients: `block_step` with an `objective`.)
 
     Raises:
         ValueError: as `causal_lm_loss`; the temperature is not above 0, or the config of a mixture of experts asks for
-            its load-balancing loss (output_router_logits).
+            its load-balancing loss (output_router_logits); as `block_step`, where a `block` is given.
     """
-    handle, arguments = handle_of(model), {"temperature": temperature, "statistics": statistics}
-    with agree(handle, "token_logps", arguments, batch, own_group=True) as agreement:
+    handle, by_blocks = handle_of(model), block is not None
+    arguments = {"temperature": temperature, "statistics": statistics, "block": block}
+    with agree(handle, "token_logps", arguments, batch, always=by_blocks, own_group=not by_blocks) as agreement:
         check_batch(batch, 1)
-        check_number("temperature", temperature, "a number above 0; 1.0 leaves the logits as they are", 1e-30)
+        check_temperature(temperature)
         found = Statistics() if statistics else None
         objective = Objective(temperature=float(temperature), statistics=found)
-        state = read_call(handle, given := fields_of(batch), objective, handle.chunk, agreement)
+        if block is not None:
+            if torch.is_grad_enabled():
+                raise ValueError(
+                    f"block={block} makes no gradients: call token_logps under torch.no_grad(), or give block_step "
+                    "your loss as its objective"
+                )
+            check_block(handle, block)
+            agreement.count = -(-batch["input_ids"].shape[1] // block)
+        state = read_call(handle, given := fields_of(batch), objective, block or handle.chunk, agreement)
+    if block is not None and agreement.count > 1:
+        micro = MicroBatch(handle, given, state, block)
+        order = micro.order(batch, agreement.count)
+        try:
+            made = micro.in_order(run_forward(model, order))
+        finally:
+            for part, _ in order:
+                part.close()
+        return TokenLogps(made[0], made[1], made[2].bool(), made[3]) if statistics else made
     logps = model(**given, **{STATE: state}).logits
     return logps if found is None else TokenLogps(logps, found.entropy, found.correct, found.mean)
 

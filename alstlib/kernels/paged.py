@@ -41,8 +41,9 @@ class Page:
 class Pages(Protocol):
     """Where pages come from."""
 
-    rows: int
-    """Number of keys in a page; the last page may have fewer."""
+    def find(self, key: int) -> tuple[int, int, int]:
+        """The page of a key of the sequence, the key's place in it, and the number of keys from there to its border."""
+        ...
 
     def visit(self, order: Sequence[int], sums: bool = False) -> Iterator[Page]:
         """These pages one after the other, on the device; with `sums`, those too, which may be added to."""
@@ -102,7 +103,7 @@ class Choice:
 
 
 def _calls(
-    parts: Iterable[HeadPart], rule: Rule, page: int, own: int, choice: Choice | None
+    parts: Iterable[HeadPart], rule: Rule, pages: Pages, own: int, choice: Choice | None
 ) -> dict[int, list[tuple[HeadPart, Piece]]]:
     """The calls on each page that is needed, the queries' own first."""
     calls: dict[int, list[tuple[HeadPart, Piece]]] = {own: []}
@@ -110,7 +111,7 @@ def _calls(
         parts = [one for part in parts for one in part.by_kv_head()]
     for part in parts:
         for span in part.spans:
-            for at, piece in pieces_of_pages(span, rule.window, page):
+            for at, piece in pieces_of_pages(span, rule.window, pages.find):
                 if choice is None or choice.sees(part, span.batch, at):
                     calls.setdefault(at, []).append((part, piece))
     return {at: calls[at] for at in [own, *sorted(calls.keys() - {own})]}
@@ -131,7 +132,7 @@ def forward(
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     out, lse = q.new_empty(*q.shape[:3], width, dtype=wide), q.new_empty(q.shape[:3], dtype=wide)
-    calls = _calls(parts, rule, pages.rows, own, choice)
+    calls = _calls(parts, rule, pages, own, choice)
     with torch.autocast(q.device.type, enabled=False):
         for page in pages.visit(list(calls)):
             for part, piece in calls[page.index]:
@@ -167,7 +168,7 @@ def backward(
     output and logsumexp over all keys, each page gives its own share exactly (FlashAttention-2, section 3.1.2).
     """
     dq = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
-    calls, first = _calls(parts, rule, pages.rows, own, choice), None
+    calls, first = _calls(parts, rule, pages, own, choice), None
     with torch.autocast(q.device.type, enabled=False):
         for page in pages.visit(list(calls), sums=True):
             first = first or page

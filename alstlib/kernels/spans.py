@@ -149,14 +149,19 @@ def pieces(span: Span, window: int | None = None, keys_per_query: int | None = N
             yield Piece("upper", at, n - 1, a - window + 1, n - 1, *where, False, repeat, window)
 
 
-def pieces_of_pages(span: Span, window: int | None, page: int) -> Iterator[tuple[int, Piece]]:
-    """(page, call) of a span whose keys lie in pages of `page` keys: each call's keys are in one page, and counted from
-    its first. The span's own rows lie in one page."""
+def pieces_of_pages(
+    span: Span, window: int | None, find: Callable[[int], tuple[int, int, int]]
+) -> Iterator[tuple[int, Piece]]:
+    """(page, call) of a span whose keys lie in pages: each call's keys are in one page, and counted from its first. The
+    span's own rows lie in one page.
+
+    Args:
+        find: gives a key's page, the key's place in it, and the number of keys from there to the page's border.
+    """
     left = [*pieces(span, window)][::-1]
     while left:
         piece = left.pop()
-        at, first = divmod(piece.k, page)
-        n, upper = page - first, piece.kind == "upper"  # keys up to the page's border
+        (at, first, n), upper = find(piece.k), piece.kind == "upper"
         if (piece.repeat - 1) * piece.stride + piece.keys <= n:
             yield at, replace(piece, k=first)
         elif piece.repeat > 1:

@@ -17,6 +17,7 @@ the block none, and of the last block none. A block's own rows are made again by
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -43,12 +44,25 @@ def first_seen(documents: Documents, batch: int, length: int, end: int, window: 
 
 
 class BlockPages(LayerPages):
-    """Keys and values of one layer, a page for each block, and the sums of their gradients."""
+    """Keys and values of one layer, a page for each block, and the sums of their gradients.
+
+    Args:
+        starts: the rows of the sequence at which blocks begin, and the end; they may change where no page is held.
+    """
+
+    def __init__(self, length: int, starts: Sequence[int], courier: Courier | None = None) -> None:
+        super().__init__(length, length, courier)
+        self.starts, self.held = starts, []
+
+    def find(self, row: int) -> tuple[int, int, int]:
+        index = bisect.bisect_right(self.starts, row, hi=len(self.starts) - 1) - 1
+        return index, row - self.starts[index], self.starts[index + 1] - row
 
     def begin(self, first: int) -> None:
         """The block whose rows begin here puts its keys and values in next, in place of what the page holds."""
         self.filled, self.open = first, None
-        page = self.held[first // self.rows]
+        self.held += [_Page() for _ in range(len(self.held), len(self.starts) - 1)]
+        page = self.held[self.find(first)[0]]
         page.device, page.host, page.first = [], [], 0
 
     def keep(self, first: int) -> None:
@@ -56,7 +70,7 @@ class BlockPages(LayerPages):
         index, self.open = self.open, None
         assert index is not None
         page = self.held[index]
-        page.first = max(0, first - index * self.rows)
+        page.first = max(0, first - self.starts[index])
         if page.first >= len(page.device[0]):
             self.held[index] = page = _Page()
         elif page.first:
@@ -77,8 +91,8 @@ class BlockPages(LayerPages):
         return found
 
     def drop(self, index: int) -> None:
-        """Let a page go altogether."""
-        self.held[index] = _Page()
+        """Let a page go altogether; a layer that does not attend has none."""
+        self.held[index : index + 1] = [_Page() for _ in self.held[index : index + 1]]
         self.open = None
 
 
@@ -96,24 +110,28 @@ class Blocks:
         self.length, self.block, self.ranks = rows, block, ranks
         self.count = -(-rows // block)
         self.layers = layers
+        self.starts = [*range(0, rows * ranks, block * ranks), rows * ranks]
+        """The rows of the sequence at which blocks begin, and the end."""
         self.pages: list[BlockPages] = []
         """Of each layer; none before it has been decided where they lie."""
         self.carried = Carried()
         self.begin(0, making=True)
 
-    def begin(self, index: int, making: bool) -> None:
+    def begin(self, index: int, making: bool, seen: bool = True) -> None:
         """A block's pass begins: with `making` the forward without a graph, which leaves keys and values in the
-        pages."""
-        self.index, self.making = index, making
-        self.rows = slice(index * self.block, min(self.length, (index + 1) * self.block))
-        self.first, self.last = self.ranks * self.rows.start, self.ranks * self.rows.stop
+        pages. `seen`: later blocks see some of its rows, where rows follow at all."""
+        self.index, self.making, self.seen = index, making, seen
+        self.first, self.last = self.starts[index : index + 2]
+        self.rows = slice(self.first // self.ranks, self.last // self.ranks)
+        if not making:
+            self.carried.drop(self.last)  # those that began with it are done
         self.calls = Counter[Hashable]()
         """How often each part that hands something on has run in this pass."""
 
     def place(self, courier: Courier | None = None) -> None:
         """Make the pages, which lie on the device, or on the host with a courier, as what is carried."""
-        rows, self.carried.courier = min(self.block, self.length) * self.ranks, courier
-        self.pages = [BlockPages(self.length * self.ranks, rows, courier) for _ in range(self.layers)]
+        self.carried.courier = courier
+        self.pages = [BlockPages(self.length * self.ranks, self.starts, courier) for _ in range(self.layers)]
 
     def kept_rows(self, window: int | None) -> int:
         """Rows of the sequence that a layer's pages keep at most."""
@@ -141,7 +159,7 @@ class Blocks:
         if graph:
             return out
         if self.making:
-            pages.keep(first_seen(documents, q.shape[0], length, last, window))
+            pages.keep(first_seen(documents, q.shape[0], length, last, window) if self.seen else last)
         else:
             pages.leave()
         if saved is not None and keep:
@@ -151,13 +169,14 @@ class Blocks:
     def carry(self, key: Hashable, step: Step, inputs: Sequence[Tensor]) -> Tensor:
         """The output for the block of a call of a part that hands something on; `key` is of the call."""
         rows, length = (self.first, self.last), self.ranks * self.length
-        return self.carried.run(key, step, inputs, rows, length, graph=torch.is_grad_enabled(), keep=self.making)
+        return self.carried.run(
+            key, step, inputs, rows, length, graph=torch.is_grad_enabled(), keep=self.making and self.seen
+        )
 
     def done(self) -> None:
         """The block's backward has run: nobody needs its pages any more."""
         for pages in self.pages:
             pages.drop(self.index)
-        self.carried.drop(self.first)
 
     def close(self) -> None:
         """Let all pages go, once no copy of them is on its way."""

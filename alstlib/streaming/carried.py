@@ -29,8 +29,8 @@ class Carried:
     def __init__(self) -> None:
         self.before: dict[Hashable, dict[int, tuple[Tensor, Any]]] = {}
         """What chunks begin with, by their first row; on the host with what a fetch has to wait for."""
-        self.grads: dict[Hashable, Tensor] = {}
-        """Gradients of what the chunk handed on that is next in backward."""
+        self.grads: dict[tuple[Hashable, int], Tensor] = {}
+        """Gradients of what a chunk handed on whose turn in backward comes, by the row after its last."""
         self.courier: Courier | None = None
         """Takes what chunks begin with to the host, and brings it back; None: it stays on the device."""
 
@@ -58,11 +58,12 @@ class Carried:
         count = len(inputs)
 
         def begins(grad: Tensor) -> tuple[None, ...]:
-            self.grads[key] = grad  # for the chunk before
+            known = self.grads.get((key, first))  # several chunks may begin with what one handed on (`trees`)
+            self.grads[key, first] = grad if known is None else known + grad
             return (None,) * (1 + count)
 
         def hands_on(grad: Tensor) -> tuple[Tensor, Tensor | None]:
-            return grad, self.grads.pop(key, None)  # left by the chunk after
+            return grad, self.grads.pop((key, last), None)  # left by the chunk after
 
         if graph and start is not None:  # with an edge to the inputs, so that backward comes here whatever it is for
             start = _HandedOn.apply(begins, start, *inputs)

@@ -99,7 +99,7 @@ class RowChunk:
         self.op, self.width = op, v.shape[-1]
         self.way = op.way(q, k, v, sinks, documents, (self.first, self.last), self.pages.length, **how)
         layout = self.way.layout
-        self.page, self.choice = (self.last - 1) // self.pages.rows, None
+        self.page, self.choice = self.pages.find(self.first)[0], None
         if self.choices is not None and self.way.rule.window is None and not self.leaves_at:
             where = (self.first, self.last, self.pages)
             self.choice = self.choices.of(q.detach(), k.detach(), *where, documents, op.exchange)

@@ -55,13 +55,18 @@ class LayerPages:
         """Rows that are in place."""
         self.open: int | None = None
 
+    def find(self, row: int) -> tuple[int, int, int]:
+        """The page of a row of the sequence, the row's place in it, and the number of rows from there to its border."""
+        index, place = divmod(row, self.rows)
+        return index, place, self.rows - place
+
     def fill(self, k: Tensor, v: Tensor) -> None:
         """Put the next rows, k [B, K, C, D] and v [B, K, C, V], in place."""
-        index, first = divmod(self.filled, self.rows)
+        index, first, left = self.find(self.filled)
         self._open(index)
         page, rows = self.held[index], [t.permute(2, 0, 1, 3) for t in (k, v)]
         if not page.device:
-            room = min(self.rows, self.length - index * self.rows)
+            room = min(first + left, self.length - self.filled + first)
             page.device = [t.new_empty(room, *t.shape[1:]) for t in rows]
         for held, t in zip(page.device, rows):
             held[first : first + len(t)].copy_(t)
@@ -122,8 +127,8 @@ class LayerPages:
     def own(self, page: Page, first: int, last: int, dtype: torch.dtype) -> list[Tensor]:
         """Gradients [B, K, last - first, D] of the keys and values of rows [first, last), which lie in this page."""
         assert page.sums is not None
-        at = page.index * self.rows
-        return [t[:, :, first - at : last - at].to(dtype) for t in page.sums]
+        at = self.find(first)[1]
+        return [t[:, :, at : at + last - first].to(dtype) for t in page.sums]
 
 
 def _zeros(keys: Tensor) -> Tensor:

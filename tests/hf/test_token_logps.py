@@ -2,13 +2,14 @@
 them under engines."""
 
 import copy
+import functools
 
 import pytest
 import torch
 import zoo
-from cases import ALL_OFF, attach, batch, check_refused, each_document, gradients, on_ranks, worst_error
+from cases import ALL_OFF, attach, batch, check_refused, each_document, gradients, make_model, on_ranks, worst_error
 from operators import logps_of, randn
-from test_block_step import PACKED, sample
+from test_block_step import LENGTH, PACKED, sample
 from torch import nn
 
 import alstlib
@@ -83,6 +84,54 @@ def test_values_and_gradients_of_plain_transformers(pools, name, world, document
     on_ranks(pools, world, exact, name, data, temperature)
 
 
+def whole_sequences(sums):
+    """A loss that is not linear in the log-probabilities."""
+    return -nn.functional.logsigmoid(sums[0] - sums[1]) + (sums / 20).exp().mean()
+
+
+def by_blocks(rank, world, name, data, temperature):
+    """Values, statistics and gradients of a loss of tokens and of whole sequences, block by block."""
+    ctx, model, weights = alstlib.SPContext.create(world), zoo.build(name, torch.float64), randn(*data["labels"].shape)
+    with in_full():
+        twin = copy.deepcopy(model)
+        want, entropy, correct, mean = plain(twin, data, temperature)
+        lengths = data.get("document_lengths", [[LENGTH]] * len(want))
+        sums = torch.stack([x.sum() for row, some in zip(want, lengths) for x in row.split(some)])
+        loss = whole_sequences(sums) + (want.square() * weights).sum()
+        loss.backward()
+        values = want.detach()
+        given, grads, mine = shard_batch(data, world, rank), gradients(twin), part_of(weights, world, rank)
+
+        def objective(logps):
+            own = (logps.square() * mine).sum() * world
+            return whole_sequences(alstlib.sequence_logps(logps, given, ctx)) + own
+
+        for block, options in ((3, {}), (4, {**HOST, "chunk": None}), (64, {})):
+            with attach(model, ctx, **options):
+                model.zero_grad()
+                out = alstlib.block_step(model, given, block, objective=objective, temperature=temperature)
+                assert worst_error(gradients(model, world), grads)[0] < 1e-10, block
+                assert float(out.mean) == pytest.approx(-float(values.sum()) / int((values != 0).sum()), rel=1e-10)
+                assert world > 1 or float(out.loss) == pytest.approx(float(loss.detach()), rel=1e-10)
+                with torch.no_grad():
+                    logps = alstlib.token_logps(model, given, block=block, temperature=temperature)
+                    found = alstlib.token_logps(model, given, block=block, statistics=True, temperature=temperature)
+                for got, whole in (
+                    (logps, want),
+                    (found.logps, want),
+                    (found.entropy, entropy),
+                    (found.mean_logits, mean),
+                ):
+                    assert relative_error(got, part_of(whole, world, rank)) < 1e-11, block
+                assert torch.equal(found.correct, part_of(correct, world, rank))
+
+
+@pytest.mark.parametrize("world, documents", [(1, None), (2, PACKED), (3, None)])
+def test_block_by_block(pools, world, documents):
+    data = sample(documents, rows=1 if documents else 2)
+    on_ranks(pools, world, by_blocks, "llama, 9 heads on 3", data, 0.7)
+
+
 # ----- one process
 
 
@@ -101,7 +150,19 @@ def test_sums_of_documents():
 
 
 def test_refusals():
-    given, experts = batch(21), zoo.build("mixtral")
+    given, model, experts = batch(21), make_model(), zoo.build("mixtral")
+    logps = functools.partial(alstlib.token_logps, model)
+    with attach(model):
+        check_refused("call token_logps under torch.no_grad", logps, given, block=4)
+        step = functools.partial(alstlib.block_step, model, given)
+        check_refused("temperature=0.5 is of an objective", step, temperature=0.5)
+        check_refused("leave engine_divides_by out", step, engine_divides_by=2, objective=torch.sum)
+        check_refused(
+            r"must return a tensor of one number, the loss; it returned of shape \[1, 21\]",
+            step,
+            4,
+            objective=lambda x: x,
+        )
     with attach(experts) as handle:
         says = "have no load-balancing loss: use output_router_logits=False"
         check_refused(says, alstlib.token_logps, experts, given)

@@ -1,0 +1,279 @@
+"""Steps on trees of trajectories: the gradients of plain transformers on the trajectories one by one."""
+
+import contextlib
+import copy
+import random
+
+import pytest
+import torch
+import zoo
+from cases import attach, check_refused, gradients, make_model, mlp_tokens, on_ranks, worst_error
+from matrix import WITH_ROUTERS, Case, build, engine_of
+from matrix import gradients as of_engine
+from operators import logps_of
+
+import alstlib
+from alstlib.base.reference import shift
+from alstlib.planner.measure.ledger import Ledger
+from alstlib.planner.measure.verify import in_full
+from alstlib.trees.trie import trajectory_of, tree_of
+
+HOST = {"offload": "sync", "on_host": "hidden+kv"}
+
+
+def grown(seed, depth, most=9):
+    """Paths of a random tree: at each branch up to three children, of up to `most` tokens."""
+    dice = random.Random(seed)
+
+    def below(left):
+        own = [dice.randrange(3, 90) for _ in range(dice.randint(1, most))]
+        children = [path for _ in range(dice.randint(1, 3)) for path in below(left - 1)] if left else [[]]
+        return [own + path for path in children]
+
+    return below(depth)
+
+
+def tokens(n, seed):
+    return [random.Random(seed + i).randrange(3, 90) for i in range(n)]
+
+
+TREES = {
+    "a chain": [tokens(19, 0)[:n] for n in (19, 7, 8, 1, 19)],
+    "a star": [[*tokens(13, 0), 4 + i, *tokens(3 + 2 * i, 40 + i)] for i in range(4)],
+    "one token shared": [[5, *tokens(9, i)] for i in (10, 30, 50)],
+    "nothing shared": [tokens(6, 0), tokens(9, 100)],
+    "depth 5": grown(1, 4)[:9],
+}
+
+
+def trajectories_of(paths, seed=0):
+    """With weights of either sign, and labels that are not counted, in some trajectories of shared tokens too."""
+    dice, made = random.Random(seed), []
+    for path in paths:
+        labels = [-100 if dice.random() < 0.3 else token for token in path]
+        made.append({"input_ids": path, "labels": labels, "weights": [dice.uniform(-1, 2) for _ in path]})
+    return made
+
+
+def plain(model, trajectories, objective=None, divisor=None):
+    """Loss, gradients and log-probabilities of plain transformers, one trajectory at a time."""
+    twin, logps, weights, count = copy.deepcopy(model), [], [], 0
+    for one in trajectories:
+        labels = shift(torch.tensor([one["labels"]]))
+        logits = twin(input_ids=torch.tensor([one["input_ids"]]), use_cache=False).logits
+        logps.append(logps_of(logits, labels)[0])
+        weights.append(torch.tensor([*one["weights"][1:], 0.0], dtype=logits.dtype))
+        count += int((labels != -100).sum())
+    loss = -sum((w * x).sum() for w, x in zip(weights, logps)) / (divisor or count)
+    loss = loss if objective is None else objective(logps)
+    loss.backward()
+    return loss.detach(), gradients(twin), [x.detach() for x in logps]
+
+
+def preference(logps):
+    """A loss that is not linear in the log-probabilities, of sums over whole trajectories."""
+    sums = torch.stack([x.sum() for x in logps])
+    return -torch.nn.functional.logsigmoid(sums[0] - sums[1:]).mean() + (sums / 10).exp().mean()
+
+
+def exact(rank, world, name, paths, blocks, dtype=torch.float64, **how):
+    options, objective, adapt = (how.get(name) for name in ("options", "objective", "adapt"))
+    ctx = alstlib.SPContext.create(world)
+    model, data = build_model(name, dtype), trajectories_of(paths)
+    model = adapt(model) if adapt else model
+    with in_full() if dtype == torch.float64 else contextlib.nullcontext():
+        loss, want, logps = plain(model, data, objective)
+        inner = model.get_base_model() if adapt else model
+        with attach(inner, ctx, **(options or {})) as handle:
+            for block in blocks:
+                model.zero_grad()
+                out = alstlib.tree_step(model, data, block, objective=objective)
+                bound = 1e-10 if dtype == torch.float64 else 1e-5
+                assert float((out.loss - loss).abs() / loss.abs()) < bound, block
+                error = worst_error(gradients(model, world), want)
+                assert error[0] < bound, (block, error)
+                for got, x in zip(out.logps, logps, strict=True):
+                    torch.testing.assert_close(got, x, rtol=bound * 10, atol=bound * 10)
+                assert handle.store.leased == 0
+                if world == 1:
+                    assert out.computed == unique(paths)
+                assert out.tokens == sum(map(len, paths))
+            with torch.no_grad():
+                again = alstlib.tree_step(model, data, blocks[0])
+            assert all(torch.equal(a, b) for a, b in zip(again.logps, out.logps)) or len(blocks) > 1
+
+
+def build_model(name, dtype):
+    case = Case(name, engine="average" if dtype == torch.float64 else "zero0")
+    return build(case, {"output_router_logits": False} if name in WITH_ROUTERS else None)
+
+
+def unique(paths):
+    return len({tuple(path[: n + 1]) for path in paths for n in range(len(path))})
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("tree", TREES)
+def test_gradients_of_the_paths_one_by_one(pools, tree, world):
+    """Blocks of a token, of some, so that branches lie inside of what would be one, and of all tokens."""
+    on_ranks(pools, world, exact, "llama, 9 heads on 3", TREES[tree], (1, 3, 64))
+
+
+MODELS = [
+    "mistral",
+    "gemma2",
+    "deepseek_v3",
+    "mixtral",
+    "gpt2",
+    "qwen3_next",
+    "lfm2",
+    "falcon_h1",
+    "jamba",
+    "minimax",
+    "kimi_linear",
+]
+"""Windows, soft caps, latents, experts, learned positions; states of every kind, and a convolution alone."""
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_kinds_of_layers(pools, name, world):
+    on_ranks(pools, world, exact, name, TREES["depth 5"], (3,))
+
+
+@pytest.mark.parametrize("options", [HOST, {"checkpoint": False, "tiles": False}], ids=str)
+@pytest.mark.parametrize("name", ["mistral", "qwen3_next"])
+def test_options(pools, name, options):
+    on_ranks(pools, 2, exact, name, TREES["depth 5"], (3,), options=options)
+
+
+def test_single_precision():
+    exact(0, 1, "llama", TREES["depth 5"], (3,), torch.float32)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_objective_of_whole_trajectories(pools, world):
+    on_ranks(pools, world, exact, "qwen3_next", TREES["a star"], (3,), objective=preference)
+
+
+def with_lora(model):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
+
+
+def test_lora():
+    exact(0, 1, "llama", TREES["a star"], (3,), adapt=with_lora)
+
+
+# ----- engines
+
+
+UNEQUAL = [("a star", None), ("nothing shared", "depth 5")]
+"""The trees of two replicas in two micro-batches; None: the replica has none."""
+
+
+def accumulated(rank, world, kind, name):
+    """Errors of the loss of the last micro-batch, and of the gradients that an engine has added up of both."""
+    ctx = alstlib.SPContext.create(1)
+    model, deep = (
+        build_model(name, torch.float32 if kind.startswith("zero") else torch.float64),
+        kind.startswith("zero"),
+    )
+    data = [[trajectories_of(TREES[tree]) if tree else [] for tree in trees] for trees in UNEQUAL]
+    with contextlib.nullcontext() if deep else in_full():
+        _, want, _ = plain(model, [one for trees in data for tree in trees for one in tree], divisor=50)
+        loss = plain(model, [one for tree in data[1] for one in tree], divisor=50)[0]
+        with attach(model, ctx):
+            engine = engine_of(model, kind, 2)
+            for last, trees in enumerate(data):
+                known = None if deep else bool(last)
+                out = alstlib.tree_step(engine, trees[rank], 3, divisor=50, last_micro_batch=known)
+                if deep and not last:
+                    engine.step()
+            found = of_engine(model, kind), float((out.loss - loss).abs() / loss.abs())
+            if deep:
+                engine.destroy()
+    return worst_error(found[0], want)[0], found[1]
+
+
+@pytest.mark.parametrize(
+    "kind, name",
+    [("ddp", "llama"), ("fsdp2", "qwen3_next"), ("zero1", "llama"), ("zero2", "llama"), ("zero3", "llama")],
+)
+def test_replicas_with_unequal_trees(pools, kind, name):
+    """Under each engine gradients are reduced once, and a replica without trajectories does not let others wait."""
+    for error, loss in pools(2)(accumulated, kind, name):
+        assert max(error, loss) < (1e-5 if kind.startswith("zero") else 1e-10)
+
+
+# ----- cost
+
+
+SHARED = [[*tokens(96, 0), 4 + i, *tokens(15, 200 + 20 * i)] for i in range(8)]
+
+
+def peak(paths, **options):
+    """Bytes on the device and on the host that the third step of a model with many keys takes at most."""
+    model, data = make_model(hidden_size=256, num_key_value_heads=4), [{"input_ids": path} for path in paths]
+    with attach(model, **options) as handle, Ledger("cpu", [handle.store]) as ledger:
+        ledger.mark_host(())
+        for _ in range(3):
+            model.zero_grad()
+            ledger.start()
+            start = ledger.device_bytes
+            alstlib.tree_step(model, data, 8)
+        return ledger.device_peak - start, handle.store.peak_nbytes
+
+
+@pytest.mark.parametrize("options", [{}, HOST], ids=str)
+def test_memory_is_that_of_one_path(options):
+    """Of eight paths, of which each has seven blocks of its own, which the other seven do not see."""
+    paths = [[*tokens(24, 0), 4 + i, *tokens(55, 200 + 60 * i)] for i in range(8)]
+    for tree, path in zip(peak(paths, **options), peak(paths[:1], **options)):
+        assert tree <= 1.1 * path
+
+
+def test_each_token_is_computed_once():
+    model = make_model(max_position_embeddings=256)
+    counted = mlp_tokens(model)
+    with attach(model, tiles=False), torch.no_grad():
+        out = alstlib.tree_step(model, [{"input_ids": path} for path in SHARED], 8)
+    assert out.computed == 96 + 8 * 16 == counted[0]
+    assert out.tokens == 8 * (96 + 16)
+
+
+def test_a_prefix_is_shared_up_to_a_multiple_of_the_ranks():
+    paths = [[5, 6, 7, 8, 9, one] for one in (10, 11)]
+    tree = tree_of([trajectory_of({"input_ids": path}) for path in paths], 3)
+    assert [(one[-1].begin, one[-1].end, len(one[-1].tokens)) for one in tree.paths()] == [
+        (0, 3, 3),
+        (3, 6, 3),
+        (3, 6, 3),
+    ]
+    assert [place.tolist() for place in tree.places] == [[0, 1, 2, 3, 4, -1], [0, 1, 2, 5, 6, -1]]
+
+
+# ----- refusals
+
+
+def test_refusals():
+    model, data = make_model(), [{"input_ids": [5, 6, 7]}]
+    with attach(model):
+        check_refused("no replica has a trajectory", alstlib.tree_step, model, [])
+        check_refused("this one has: input_ids, advantages", alstlib.tree_step, model, [{**data[0], "advantages": 1}])
+        check_refused(r"weights \[2\]", alstlib.tree_step, model, [{**data[0], "weights": [1, 2]}])
+        check_refused(
+            "labels .* must be whole numbers from 0 on", alstlib.tree_step, model, [{**data[0], "labels": [1, -1, 2]}]
+        )
+        check_refused(
+            "leave divisor and engine_divides_by out", alstlib.tree_step, model, data, objective=sum, divisor=3
+        )
+        check_refused(
+            "must return a tensor of one number", alstlib.tree_step, model, data, objective=lambda logps: logps[0]
+        )
+    with attach(zoo.build("llama, dynamic NTK")) as handle:
+        check_refused("depend on the longest position", alstlib.tree_step, handle.model, data)
+    with attach(zoo.build("mixtral")) as handle:
+        check_refused("use output_router_logits=False", alstlib.tree_step, handle.model, data)
