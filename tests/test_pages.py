@@ -42,6 +42,7 @@ NOT_HERE = {
     "env/gpu.sh": "needs a GPU; its dry run is in test_gpu_steps.py",
     ".venv/bin/alst verify": "test_verify.py does this",
     "import alstlib\nfrom trl": "test_sft_trainer.py does this",
+    "import alstlib\n\nhandle": "test_vision.py does this",
     "alst run SPEC --nodes": "needs a cluster: tests/slurm, test_nodes.py",
     "sbatch": "needs Slurm: tests/slurm",
     "MAX_JOBS=8 .venv/bin/python -m pip install": "needs nvcc and an hour; `make resolve` asks for the version",
@@ -60,7 +61,7 @@ ANSWERS = {"alst status": (0, 1, 3), "alst check": (0, 1), "alst plan --machine"
 PYTHON = ("import alstlib, deepspeed\n", "out = alstlib.block_step(")
 SILENT = "import torch\n"
 """How the blocks of the page on silent errors begin."""
-GRPO = "import alstlib\nfrom trl import GRPOConfig"
+GRPO, TREE = "import alstlib\nfrom trl import GRPOConfig", "import alstlib\nimport torch\nfrom torch.nn.parallel"
 HERE = {"meta-llama/Llama-3.1-8B-Instruct": "model", "my_documents.jsonl": "texts.jsonl", "chats.jsonl": "texts.jsonl",
         "seq_len: 131072": "seq_len: 64", "steps: 1000": "steps: 2", "steps: 500": "steps: 2",
         "-p data.seq_len 4096": "-p data.seq_len 256 -p model.name tiny",
@@ -102,7 +103,7 @@ SHELL = [(page, command) for page, command in PRINTED if begins(command, (*QUICK
 
 
 def test_each_block_is_run_or_says_why_not():
-    known = (*NOT_HERE, *QUICK, *MINUTES, *PYTHON, SILENT, GRPO, "cd ")
+    known = (*NOT_HERE, *QUICK, *MINUTES, *PYTHON, SILENT, GRPO, TREE, "cd ")
     assert [(page, command) for page, command in PRINTED if not begins(command, known)] == []
     unused = {one for one in known if not any(begins(command, known) == one for _, command in PRINTED)}
     assert unused == set(), "no page has these"
@@ -184,6 +185,21 @@ def test_the_script_with_rewards_runs_as_printed(ranks2, tmp_path):
     assert len(first) == 2
     assert first == second
     assert all(-1 <= reward <= 1 for reward in first)
+
+
+def steps_of_trees(rank, world, code):
+    """The last step of the page's script."""
+    names = {}
+    exec(code, names)
+    return names["step"]
+
+
+def test_the_script_with_trees_runs_as_printed(ranks2):
+    (code,) = (block for _, block in PRINTED if block.startswith(TREE))
+    first, second = ranks2(steps_of_trees, code)
+    assert torch.equal(first.loss, second.loss)
+    assert (first.computed, first.tokens) == (50, 131)
+    assert [len(logps) for logps in first.logps] == [44, 45, 42]
 
 
 def same(a, b):
