@@ -35,6 +35,7 @@ from alstlib.base.mesh import SPContext
 from alstlib.base.options import Options
 from alstlib.base.units import IGNORE
 from alstlib.data.agreement import share_step
+from alstlib.data.images import IMAGE_KEYS, ImageLayout
 from alstlib.data.shard import KEYS, SLICED, Batch
 from alstlib.hf.attach import apply
 from alstlib.hf.causal_lm_loss import causal_lm_loss
@@ -194,21 +195,28 @@ class TrainerMixin(Base):
 
         return [
             {**part, "row_length": n}
-            for part, n in zip(share_step(rows(), self.ctx, self.args.gradient_accumulation_steps), lengths)
+            for part, n in zip(
+                share_step(rows(), self.ctx, self.args.gradient_accumulation_steps, self._images), lengths
+            )
         ]
+
+    @property
+    def _images(self) -> ImageLayout | None:
+        return None if self.handle is None else self.handle.images
 
     def _known(self, batch: Any) -> dict[str, Any]:
         """A collator's batch without what says the same twice, and without what the model's forward does not take."""
         model = type(without_adapters(self.model))
         known = (*TransformersKwargs.__annotations__, "shift_labels")  # what attention and loss find among all else
-        takes = {*KEYS, *REDUNDANT, *known, *inspect.signature(model.forward).parameters}
+        keys = (*KEYS, *(IMAGE_KEYS if self._images else ()))
+        takes = {*keys, *REDUNDANT, *known, *inspect.signature(model.forward).parameters}
         if dropped := [name for name in batch if name not in takes]:
             _say_once(f"{model.__name__} does not take {', '.join(dropped)} of the batch: left out of the inputs")
-        more = takes.difference(KEYS, REDUNDANT)
+        more = takes.difference(keys, REDUNDANT)
         if lost := [name for name, value in batch.items() if name in more and value is not None]:
             raise ValueError(
                 f"{model.__name__} would read {', '.join(lost)} of the batch, but ranks that share a sample only read "
-                f"{', '.join(KEYS)}: drop them in the collate_fn"
+                f"{', '.join(keys)}: drop them in the collate_fn"
             )
         twice = REDUNDANT if batch.get("position_ids") is not None else ()
         return {name: value for name, value in batch.items() if name in takes and name not in twice}
@@ -339,7 +347,7 @@ class TrainerMixin(Base):
         given = self._known(inputs)
         if labels is None:
             given["labels"] = torch.full_like(given["input_ids"], IGNORE)
-        batch = self._prepare_inputs(*share_step([given], ctx))
+        batch = self._prepare_inputs(*share_step([given], ctx, images=self._images))
         assert self.handle is not None
         shown = None if prediction_loss_only else Shown(ctx, self.handle.chunk, given["labels"], batch, self._shown)
         items = None if hasattr(self, "_metrics") else self._items(batch)  # SFTTrainer evaluates means

@@ -1,10 +1,13 @@
 """TrainerMixin: under every engine what the plain Trainer does in one process, and wrong use refused by name."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
 from cases import check_refused, make_model, plain_step
 from datasets import Dataset
+from pictures import IMAGE, document, rows_of, small_vlm
 from torch.utils.data import IterableDataset
 from trainers import (
     SETTINGS,
@@ -52,7 +55,24 @@ class Stream(IterableDataset):
         return iter(samples(43))
 
 
+def pictures(count, seed=0):
+    """Samples with one to three images each."""
+    parts = [[4, "image", 3], [2, "image", 9, "image", 5], [11, "image", 1, "image", 2, "image", 4]]
+    return [document("qwen3_vl", parts[i % 3], seed=seed + 5 * i) for i in range(count)]
+
+
+def with_pictures(batch):
+    """As a processor of images makes it."""
+    made = rows_of(batch)
+    return {**made, "mm_token_type_ids": (made["input_ids"] == IMAGE).long()}
+
+
 CASES = {
+    "images": {
+        "kind": functools.partial(small_vlm, "qwen3_vl", torch.float64), "data": pictures(12),
+        "collator": with_pictures, "max_steps": 10, "evaluate": pictures(3, seed=2), "eval_strategy": "steps",
+        "eval_steps": 5, "per_device_train_batch_size": 2,
+    },
     "chunks": {"options": {"chunk": 5}, **EVALUATED},
     "several samples, two epochs": {
         "count": 17, "per_device_train_batch_size": 2, "num_train_epochs": 2, "max_steps": -1,
