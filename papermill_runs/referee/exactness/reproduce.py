@@ -91,6 +91,8 @@ TEMPLATES = {
     "accelerate-sp": SP + TRAIN, "accelerate-sp-zero2": SP + TRAIN, "accelerate-cp": CP + TRAIN, "deepspeed": LOOP,
     "deepspeed-zero2": LOOP,
 }  # fmt: skip
+STAND_IN = ("accelerate-cp",)
+"""Those that run on CPUs over `ring.stand_in` only."""
 RUN = {"accelerate-cp": "python FILE, on two GPUs (on CPUs PyTorch's ring has no attention operators)"}
 
 
