@@ -106,19 +106,18 @@ def cell_of(processes: Processes, name: str, case: Case, plain: dict[Any, Any]) 
     }
 
 
-def reproduced(processes: Processes, stack: str, case: str) -> tuple[bool, str]:
-    """Whether the committed reproducer of a wrong cell shows a wrong loss or norm of the gradients, and what it shows."""
-    path = RESULT / "reproducers" / reproduce.file_of(stack, case)
+def reproduced(processes: Processes, stack: str, case: str, folder: Path) -> tuple[bool, str]:
+    """Whether a cell's reproducer shows that something is wrong, and what it shows."""
+    path = folder / reproduce.file_of(stack, case)
     plain, ranks = (processes.script(path, n, stack in reproduce.STAND_IN) for n in (1, RANKS))
     for found in (plain, ranks):
         if isinstance(found, dict):
             return False, page.said(found)
     want, got = plain[0], ranks[0]
-    if len(got) != len(want) or not want:
+    if not want or {n: len(some) for n, some in got.items()} != {n: len(some) for n, some in want.items()}:
         return False, f"prints {got} where plain transformers prints {want}"
-    off = [abs(a - b) / max(abs(b), 1e-9) for a, b in zip(got, want)]
-    loss, norm = max(off[::2]), max(off[1::2])
-    return max(loss, norm) > TOLD[CASES[case].dtype], f"loss {page.percent(loss)}, gradient norm {page.percent(norm)}"
+    off = {n: max(abs(a - b) / max(abs(b), 1e-9) for a, b in zip(got[n], want[n])) for n in want}
+    return max(off.values()) > TOLD[CASES[case].dtype], ", ".join(f"{n} {page.percent(off[n])}" for n in off)
 
 
 TOLD = {"float32": 1e-5, "bfloat16": 0.02}
@@ -131,7 +130,7 @@ def reproduce_all(chosen: Sequence[str], names: Sequence[str]) -> int:
     for stack in chosen:
         for case in names:
             if reproduce.writable(stack, CASES[case], cells.get(stack, {}).get(case, {"result": "absent"})):
-                shown, words = reproduced(processes, stack, case)
+                shown, words = reproduced(processes, stack, case, RESULT / "reproducers")
                 missed += not shown
                 print(f"{stack:20} {case:14} {'shown' if shown else 'NOT SHOWN'}: {words}", flush=True)
     return int(missed > 0)

@@ -24,8 +24,8 @@ PRELOADED = [
 REFUSALS = (ValueError, NotImplementedError)
 AFTER_ONE = 10.0
 """Seconds that the others have when one rank has failed."""
-SHOWN = r"loss |\{'loss': [\d.]"
-"""How a reproducer's own lines begin; the Trainer's have their numbers in quotes."""
+SHOWN = re.compile(r"(loss|norm|grad_norm|eval_loss)'?:? (\d[\d.]*(?:e[+-]?\d+)?|nan|inf)")
+"""A number that a reproducer prints, and its name; those that the Trainer prints are in quotes."""
 Cell = dict[str, Any]
 
 
@@ -60,8 +60,8 @@ def _train(ranks: int, folder: str, module: str, stack: str, case: Any, resume: 
     return training.run(importlib.import_module(module).load(stack), case, ranks, folder, resume)
 
 
-def _run_script(ranks: int, folder: str, path: str, stand_in: bool) -> list[float]:
-    """The numbers that a reproducer prints, each step's loss and norm of the gradients."""
+def _run_script(ranks: int, folder: str, path: str, stand_in: bool) -> dict[str, list[float]]:
+    """The numbers that a reproducer prints, by their names: losses and norms of the gradients."""
     import contextlib
     import io
     import runpy
@@ -77,8 +77,10 @@ def _run_script(ranks: int, folder: str, path: str, stand_in: bool) -> list[floa
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
         runpy.run_path(path, run_name="__main__")
     print(printed.getvalue())
-    lines = [line for line in printed.getvalue().splitlines() if re.match(SHOWN, line)]
-    return [float(number) for line in lines for number in re.findall(r"[\d.]+(?:e-?\d+)?", line)]
+    found: dict[str, list[float]] = {}
+    for name, number in SHOWN.findall(printed.getvalue()):
+        found.setdefault(name, []).append(float(number))
+    return found
 
 
 class Processes:
