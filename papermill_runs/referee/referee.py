@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -30,7 +31,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from exactness import page, stacks  # noqa: E402
+from exactness import page, reproduce, stacks  # noqa: E402
 from exactness.cases import CASES, Case  # noqa: E402
 from exactness.ranks import Processes  # noqa: E402
 
@@ -105,6 +106,36 @@ def cell_of(processes: Processes, name: str, case: Case, plain: dict[Any, Any]) 
     }
 
 
+def reproduced(processes: Processes, stack: str, case: str, folder: Path) -> tuple[bool, str]:
+    """Whether a cell's reproducer shows that something is wrong, and what it shows."""
+    path = folder / reproduce.file_of(stack, case)
+    plain, ranks = (processes.script(path, n, stack in reproduce.STAND_IN) for n in (1, RANKS))
+    for found in (plain, ranks):
+        if isinstance(found, dict):
+            return False, page.said(found)
+    want, got = plain[0], ranks[0]
+    if not want or {n: len(some) for n, some in got.items()} != {n: len(some) for n, some in want.items()}:
+        return False, f"prints {got} where plain transformers prints {want}"
+    off = {n: max(abs(a - b) / max(abs(b), 1e-9) for a, b in zip(got[n], want[n])) for n in want}
+    return max(off.values()) > TOLD[CASES[case].dtype], ", ".join(f"{n} {page.percent(off[n])}" for n in off)
+
+
+TOLD = {"float32": 1e-5, "bfloat16": 0.02}
+"""Errors above this are shown to be wrong by a reproducer."""
+
+
+def reproduce_all(chosen: Sequence[str], names: Sequence[str]) -> int:
+    """Run the reproducers of cells; returns 1 if one shows nothing wrong."""
+    processes, cells, missed = Processes(), page.read(RESULT)["cells"], 0
+    for stack in chosen:
+        for case in names:
+            if reproduce.writable(stack, CASES[case], cells.get(stack, {}).get(case, {"result": "absent"})):
+                shown, words = reproduced(processes, stack, case, RESULT / "reproducers")
+                missed += not shown
+                print(f"{stack:20} {case:14} {'shown' if shown else 'NOT SHOWN'}: {words}", flush=True)
+    return int(missed > 0)
+
+
 OF_A_MODEL = ("even", "prompts", "accumulation", "packed")
 """Cases that `--model` judges."""
 
@@ -142,6 +173,7 @@ def main() -> None:
     parser.add_argument("--model", help="judge --stack on a small copy of this model")
     parser.add_argument("--json", action="store_true", help="with --model: print JSON")
     parser.add_argument("--again", action="store_true", help="judge anew what was judged with the same versions")
+    parser.add_argument("--reproduce", action="store_true", help="run the committed reproducers in place of the stacks")
     args = parser.parse_args()
     if args.model:
         name = (args.stack or ["ours"])[0]
@@ -150,6 +182,8 @@ def main() -> None:
             sys.exit(subprocess.call([sys.executable, *sys.argv], env=environment))
         sys.exit(of_a_model(args.model, name, args.json))
     chosen, names = args.stack or stacks.known(), args.case or [*CASES]
+    if args.reproduce:
+        sys.exit(reproduce_all(chosen, names))
     processes, plain = Processes(), dict[Any, Any]()
     for name in [name for name in chosen if not ready(name)]:  # its variables must be there before Python starts
         chosen = [other for other in chosen if other != name]

@@ -69,6 +69,16 @@ def test_a_reproducer_is_short_and_needs_only_its_stack(stack, case):
     assert "exactness" not in text
 
 
+@pytest.mark.parametrize("stack, case, shown", [
+    ("deepspeed", "even", False), ("deepspeed", "packed", True), ("accelerate-sp-zero2", "lora", True),
+])  # fmt: skip
+def test_a_reproducer_shows_what_is_wrong_and_nothing_else(stack, case, shown, tmp_path):
+    (tmp_path / reproduce.file_of(stack, case)).write_text(reproduce.script(stack, CASES[case], "wrong"))
+    found, words = referee.reproduced(Processes(), stack, case, tmp_path)
+    assert found == shown, words
+    assert "norm" in words
+
+
 def test_of_a_model(capsys):
     """As `alst verify tiny --stack ours` asks."""
     assert referee.of_a_model("tiny", "ours", as_json=False) == 0

@@ -70,12 +70,13 @@ def said(cell: dict[str, Any]) -> str:
         return f"exact (to {max(cell['errors'].values()):.0e})"
     if kind != "wrong":
         return f"{kind}: {cell['reason']}"
-    parts = [f"{name} {_percent(error)}" for name, error in cell["wrong"].items()]
+    parts = [f"{name} {percent(error)}" for name, error in cell["wrong"].items()]
     times = f"; every gradient is {cell['times']:.3g} times as large" if "times" in cell else ""
     return f"wrong by: {', '.join(parts)}{times}; first: {cell['first']}"
 
 
-def _percent(error: float) -> str:
+def percent(error: float) -> str:
+    """An error in words."""
     return f"{error:.0e}" if error < 1e-3 else f"{error:.1%}"
 
 
@@ -149,7 +150,7 @@ def in_short(cell: dict[str, Any]) -> str:
     """A cell of such a table."""
     if cell["result"] != "wrong":
         return f"exact, {max(cell['errors'].values()):.0e}" if cell["result"] == "exact" else cell["result"]
-    return "off: " + ", ".join(f"{name} {_percent(error)}" for name, error in cell["wrong"].items())
+    return "off: " + ", ".join(f"{name} {percent(error)}" for name, error in cell["wrong"].items())
 
 
 def put_tables(root: Path, result: Result) -> None:

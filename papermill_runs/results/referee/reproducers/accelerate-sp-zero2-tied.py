@@ -8,7 +8,7 @@ if "RANK" not in os.environ and sys.argv[1:] != ["plain"]:
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 plain, _ = sys.argv[1:] == ["plain"], torch.manual_seed(0)
-config = AutoConfig.for_model('llama', **{'vocab_size': 96, 'hidden_size': 32, 'intermediate_size': 48, 'num_hidden_layers': 2, 'num_attention_heads': 4, 'num_key_value_heads': 2, 'head_dim': 8, 'tie_word_embeddings': True})
+config = AutoConfig.for_model('llama', use_cache=False, **{'vocab_size': 96, 'hidden_size': 32, 'intermediate_size': 48, 'num_hidden_layers': 2, 'num_attention_heads': 4, 'num_key_value_heads': 2, 'head_dim': 8, 'tie_word_embeddings': True})
 model = AutoModelForCausalLM.from_config(config, attn_implementation='sdpa', dtype=torch.float32)
 for p in model.parameters(): p.data += 0.1 * torch.randn_like(p)
 ids, positions = torch.randint(3, 96, (3, 40)), torch.arange(40)
@@ -32,7 +32,7 @@ args = TrainingArguments(
     gradient_accumulation_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, bf16=False,
     **more)
 collate = lambda s: {n: torch.stack([x[n] for x in s]) for n in s[0]}
-trainer = Trainer(model, args, train_dataset=rows, data_collator=collate)
+trainer = Trainer(model, args, train_dataset=rows, eval_dataset=rows, data_collator=collate)
 trainer.train()
 if os.environ.get("RANK", "0") == "0":
-    for line in trainer.state.log_history[:3]: print({n: line[n] for n in ("loss", "grad_norm")})
+    for line in trainer.state.log_history[:-1]: print({n: line[n] for n in ("loss", "grad_norm", "eval_loss") if n in line})
