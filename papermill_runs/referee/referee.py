@@ -110,9 +110,10 @@ def reproduced(processes: Processes, stack: str, case: str, folder: Path) -> tup
     """Whether a cell's reproducer shows that something is wrong, and what it shows."""
     path = folder / reproduce.file_of(stack, case)
     plain, ranks = (processes.script(path, n, stack in reproduce.STAND_IN) for n in (1, RANKS))
-    for found in (plain, ranks):
-        if isinstance(found, dict):
-            return False, page.said(found)
+    if isinstance(plain, dict):
+        return False, page.said(plain)
+    if isinstance(ranks, dict):
+        return False, page.said(ranks)
     want, got = plain[0], ranks[0]
     if not want or {n: len(some) for n, some in got.items()} != {n: len(some) for n, some in want.items()}:
         return False, f"prints {got} where plain transformers prints {want}"

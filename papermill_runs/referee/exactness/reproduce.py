@@ -60,7 +60,8 @@ collate = lambda s: {{n: torch.stack([x[n] for x in s]) for n in s[0]}}
 {scaled}trainer = Trainer(model, args, train_dataset=rows, eval_dataset=rows, data_collator=collate)
 trainer.train()
 if os.environ.get("RANK", "0") == "0":
-    for line in trainer.state.log_history[:-1]: print({{n: line[n] for n in ("loss", "grad_norm", "eval_loss") if n in line}})
+    for line in trainer.state.log_history[:-1]: \
+print({{n: line[n] for n in ("loss", "grad_norm", "eval_loss") if n in line}})
 """
 LOOP = """if plain:
     loss = sum(model(input_ids=ids[i][None], position_ids=positions[None], labels=labels[i][None], num_items_in_batch=(
@@ -72,7 +73,8 @@ from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # on CPUs only: nothing is compiled
 deepspeed.init_distributed(dist_backend="gloo")
 mpu = UlyssesSPAttentionHF.register_with_transformers({base}, {attention!r}, 2, 1, seq_length_is_variable=True)
-zero = {{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": {accumulation}, "zero_optimization": {{"stage": {stage}}}}}
+zero = {{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": {accumulation}, \
+"zero_optimization": {{"stage": {stage}}}}}
 engine, *_ = deepspeed.initialize(
     model=model, optimizer=torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]), mpu=mpu, config=zero)
 mean, group, mine = 0.0, mpu.get_sequence_parallel_group(), slice(20 * engine.global_rank, 20 * engine.global_rank + 20)
