@@ -109,12 +109,13 @@ def cell_of(processes: Processes, name: str, case: Case, plain: dict[Any, Any]) 
 def reproduced(processes: Processes, stack: str, case: str, folder: Path) -> tuple[bool, str]:
     """Whether a cell's reproducer shows that something is wrong, and what it shows."""
     path = folder / reproduce.file_of(stack, case)
-    plain, ranks = (processes.script(path, n, stack in reproduce.STAND_IN) for n in (1, RANKS))
-    if isinstance(plain, dict):
-        return False, page.said(plain)
-    if isinstance(ranks, dict):
-        return False, page.said(ranks)
-    want, got = plain[0], ranks[0]
+    printed = []
+    for ranks in (1, RANKS):
+        found = processes.script(path, ranks, stack in reproduce.STAND_IN)
+        if isinstance(found, dict):
+            return False, page.said(found)
+        printed.append(found[0])
+    want, got = printed
     if not want or {n: len(some) for n, some in got.items()} != {n: len(some) for n, some in want.items()}:
         return False, f"prints {got} where plain transformers prints {want}"
     off = {n: max(abs(a - b) / max(abs(b), 1e-9) for a, b in zip(got[n], want[n])) for n in want}

@@ -60,9 +60,8 @@ collate = lambda s: {{n: torch.stack([x[n] for x in s]) for n in s[0]}}
 {scaled}trainer = Trainer(model, args, train_dataset=rows, eval_dataset=rows, data_collator=collate)
 trainer.train()
 if os.environ.get("RANK", "0") == "0":
-    for line in trainer.state.log_history[:-1]: \
-print({{n: line[n] for n in ("loss", "grad_norm", "eval_loss") if n in line}})
-"""
+    for line in trainer.state.log_history[:-1]: print({{n: line[n] for n in ("loss", "grad_norm", "eval_loss") if n in line}})
+"""  # noqa: E501
 LOOP = """if plain:
     loss = sum(model(input_ids=ids[i][None], position_ids=positions[None], labels=labels[i][None], num_items_in_batch=(
         labels[:{accumulation}, 1:] != -100).sum()).loss for i in range({accumulation})) * {scale}
@@ -73,8 +72,7 @@ from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # on CPUs only: nothing is compiled
 deepspeed.init_distributed(dist_backend="gloo")
 mpu = UlyssesSPAttentionHF.register_with_transformers({base}, {attention!r}, 2, 1, seq_length_is_variable=True)
-zero = {{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": {accumulation}, \
-"zero_optimization": {{"stage": {stage}}}}}
+zero = {{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": {accumulation}, "zero_optimization": {{"stage": {stage}}}}}
 engine, *_ = deepspeed.initialize(
     model=model, optimizer=torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]), mpu=mpu, config=zero)
 mean, group, mine = 0.0, mpu.get_sequence_parallel_group(), slice(20 * engine.global_rank, 20 * engine.global_rank + 20)
@@ -88,7 +86,7 @@ for i in range({accumulation}):
     engine.step()
     mean += float(loss) / {accumulation}
 print("loss", mean, "norm", float(engine.get_global_grad_norm()))
-"""
+"""  # noqa: E501
 LORA = """import peft; model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
 """
 SCALED = """loss_of = Trainer.compute_loss
@@ -113,7 +111,8 @@ def script(stack: str, case: Case, said: str) -> str:
     fields = {n: v for n, v in {**WIDTHS, **MODELS[case.model]}.items() if n not in left_out}
     kind = fields.pop("model_type", case.model)
     text = HEAD + TEMPLATES[stack]
-    arguments = {**case.arguments, **({"eval_strategy": "steps", "eval_steps": 1} if case.evaluate else {})}
+    evaluation = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 1}  # as the cell has it
+    arguments = {**case.arguments, **(evaluation if case.evaluate else {})}
     return text.format(
         title=case.title, stack=stack, said=said, run=RUN.get(stack, "python FILE"), kind=kind, fields=fields,
         attention="eager" if case.model in EAGER else "sdpa", dtype=case.dtype,

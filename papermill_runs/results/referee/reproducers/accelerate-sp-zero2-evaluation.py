@@ -30,7 +30,7 @@ rows = [{"input_ids": x, "labels": y, "position_ids": positions} for x, y in zip
 args = TrainingArguments(
     "out", per_device_train_batch_size=1, max_steps=3, logging_steps=1, learning_rate=2e-3, max_grad_norm=1000000000.0,
     gradient_accumulation_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, bf16=False,
-    **more, eval_strategy='steps', eval_steps=1)
+    **more, eval_strategy='steps', eval_steps=1, per_device_eval_batch_size=1)
 collate = lambda s: {n: torch.stack([x[n] for x in s]) for n in s[0]}
 trainer = Trainer(model, args, train_dataset=rows, eval_dataset=rows, data_collator=collate)
 trainer.train()
