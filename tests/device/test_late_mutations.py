@@ -90,7 +90,7 @@ MUTATIONS = {
         LAYER_PAGES.fill, "held[first : first + len(t)]", "held[: len(t)]", LARGER_PAGES
     ),
     "pages: gradients of the first rows": Mutation(
-        LAYER_PAGES.own, "first - at : last - at", ": last - first", LARGER_PAGES
+        LAYER_PAGES.own, "at : at + last - first", ": last - first", LARGER_PAGES
     ),
     "chunks: backward from the first on": Mutation(
         chunked._Streamed.backward,
@@ -171,10 +171,10 @@ MUTATIONS = {
         adapter.in_order, "[w.view_as(w) for w in weights]", "list(weights)", ZERO2
     ),
     "blocks: none ends the micro-batch": Mutation(
-        block_step.block_step, "last = (part, i) == order[0]", "last = False", DDP
+        block_step.block_step, "last=(part, i) == order[0]", "last=False", DDP
     ),
     "blocks: each ends the micro-batch": Mutation(
-        block_step.block_step, "last = (part, i) == order[0]", "last = True", ZERO1
+        block_step.block_step, "last=(part, i) == order[0]", "last=True", ZERO1
     ),
     "blocks: the next micro-batch ends too": Mutation(
         block_step.MicroSteps.micro_step, "engine.set_gradient_accumulation_boundary(before)", "pass", ZERO1
