@@ -55,7 +55,7 @@ class Mixer(nn.Module):
         self.register_buffer("slopes", torch.linspace(0.1, 0.4, heads))
 
     def forward(self, hidden_states, **kwargs):
-        return decayed_attention(*self.tokens(hidden_states), self.slopes, block=4)[0].flatten(2), None
+        return decayed_attention(*self.tokens(hidden_states), self.slopes, chunk_size=4)[0].flatten(2), None
 
     def tokens(self, hidden_states):
         return self.qkv(hidden_states).unflatten(2, (3, self.heads, -1)).unbind(2)

@@ -178,7 +178,7 @@ def gather_text(text: str, device: Any, group: Any = None) -> list[str]:
     mine = everyone[0].clone()
     mine[: len(content)] = content
     dist.all_gather(list(everyone), mine, group=group)
-    return [bytes(row[:size].tolist()).decode() for row, size in zip(everyone, sizes)]
+    return [bytes(text[:size].tolist()).decode() for text, size in zip(everyone, sizes)]
 
 
 def join_fake(ranks: int) -> None:

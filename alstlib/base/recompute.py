@@ -95,7 +95,7 @@ def now() -> Pass | None:
 
 
 def begin(one: Pass | None) -> None:
-    """From here on this pass runs; `entered` does so for a block of code."""
+    """From here on this pass runs; `entered` does so for what is inside of it."""
     _NOW.set(one)
 
 

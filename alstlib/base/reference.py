@@ -16,12 +16,12 @@ from torch import Tensor
 def causal_mask(batch: int, length: int, documents: Sequence[int] | None = None, window: int | None = None) -> Tensor:
     """Boolean [B, S, S]: may query i attend to key j? Causal, inside one document, and among its last `window` keys.
 
-    `documents` are offsets into the flattened [B * S] batch; None makes every micro-batch row one document.
+    `documents` are offsets into the flattened [B * S] batch; None makes every sample one document.
     """
-    row = torch.arange(length)
-    allowed = (row[:, None] >= row[None, :]).expand(batch, length, length)
+    at = torch.arange(length)
+    allowed = (at[:, None] >= at[None, :]).expand(batch, length, length)
     if window is not None:
-        allowed = allowed & (row[:, None] - row[None, :] < window)
+        allowed = allowed & (at[:, None] - at[None, :] < window)
     if documents is None:
         return allowed
     starts = torch.as_tensor(documents[1:-1], dtype=torch.long)
@@ -87,7 +87,7 @@ def attention_backward(
 def first_tokens(
     batch: int, length: int, documents: Sequence[int] | None = None, state: Tensor | None = None
 ) -> Tensor:
-    """Boolean [B, S]: does a document begin with this token? Every micro-batch row begins one, unless there is a state
+    """Boolean [B, S]: does a document begin with this token? Every sample begins one, unless there is a state
     from the tokens before it."""
     starts = {*range(0, batch * length, length), *(documents or ())} - {batch * length}
     first = torch.zeros(batch * length, dtype=torch.bool)
@@ -219,9 +219,9 @@ def seq_to_heads(shards: Sequence[Tensor]) -> list[Tensor]:
     return [whole[:, r * heads // ranks, None] for r in range(ranks)]
 
 
-def heads_to_seq(blocks: Sequence[Tensor]) -> list[Tensor]:
-    """The way back: P blocks of heads [B, H/P, S, D] in rank order -> P slices [B, H, L, D]."""
-    return list(torch.cat(list(blocks), 1).chunk(len(blocks), 2))
+def heads_to_seq(parts: Sequence[Tensor]) -> list[Tensor]:
+    """The way back: P parts of the heads [B, H/P, S, D] in rank order -> P slices [B, H, L, D]."""
+    return list(torch.cat(list(parts), 1).chunk(len(parts), 2))
 
 
 def _capped(scores: Tensor, softcap: float | None) -> Tensor:

@@ -1,12 +1,12 @@
 """Causal attention inside documents, with its logsumexp and its gradients, over any kernel of `backends`.
 
-Shape legend: B batch, S query rows, N keys, H query heads, K key/value heads (H a multiple of K), D key width, V value
+Shape legend: B batch, S queries, N keys, H query heads, K key/value heads (H a multiple of K), D key width, V value
 width. q, dout [B, H, S, D]; k [B, K, N, D]; v [B, K, N, V]; out [B, H, S, V]; lse [B, H, S] (logsumexp of the scores,
 fp32). Nothing of shape [S, S] is made (except by the kernel `eager`, which is there for checking).
 
-Documents are offsets into the flattened [B * S] batch (0 first, B * S last); None makes every batch row one document.
+Documents are offsets into the flattened [B * S] batch (0 first, B * S last); None makes every sample one document.
 They are attended one after the other: exact for every kernel, and the cost of a document is its own square. On CUDA one
-call of a kernel for variable lengths takes them all. Queries may be the last rows of the keys.
+call of a kernel for variable lengths takes them all. Queries may be the last tokens of the keys.
 
 What one call of a kernel cannot do is put together from calls that it can (`spans.Piece`), merged by their logsumexps:
 
@@ -15,7 +15,7 @@ What one call of a kernel cannot do is put together from calls that it can (`spa
 - Kernels count elements in 32 bits, so no tensor of a call may have 2^31 of them, which 600K tokens of 32 heads of 128
   do.
 - A kernel that is built for each shape (`Backend.granule`) gets few shapes: of a long sequence whose length is ragged
-  it gets the largest part that is not, and another kernel gets the last rows.
+  it gets the largest part that is not, and another kernel gets the last tokens.
 
 Attention sinks are a further key of each head that has a score and no value: exp(sink) more in the sum. They change the
 logsumexp, and with it scale the output (`with_sinks`); a kernel's backward, which reads both, is right as it is.
@@ -52,7 +52,7 @@ def attention_forward(
     take back the precision in which kernels sum.
 
     Args:
-        k, v: with N >= S keys: the queries are the last S of N rows.
+        k, v: with N >= S keys: the queries are the last S of N tokens.
         cu_seqlens: offsets of the documents into the flattened [B * N] batch.
         spans: instead of the offsets, which queries see which keys; they hold every query once.
         kind: `causal`, or what a `spans.Piece` is, without documents.
@@ -137,23 +137,23 @@ def _calls(
         tensors: q and k, and all others of the call.
     """
     q, k = tensors[:2]
-    (batch, _, rows, _), keys, how = q.shape, k.shape[2], rule.given
+    (batch, _, queries, _), keys, how = q.shape, k.shape[2], rule.given
     windowed = (rule.window or keys) < keys
-    if kind == "causal" and (cu_seqlens is not None or spans or rows != keys or windowed):
-        found = spans or document_spans(cu_seqlens, batch, keys, keys - rows, keys)
-        whole = [(0, keys, b, b) for b in range(k.shape[0])]  # every row one document
+    if kind == "causal" and (cu_seqlens is not None or spans or queries != keys or windowed):
+        found = spans or document_spans(cu_seqlens, batch, keys, keys - queries, keys)
+        whole = [(0, keys, b, b) for b in range(k.shape[0])]  # every sample one document
         many = windowed or len(found) != len(whole)
-        if many or [(s.begin, s.rows, s.batch, s.q_batch) for s in found] != whole:
+        if many or [(s.begin, s.queries, s.batch, s.q_batch) for s in found] != whole:
             # for all documents, and a window, of whole sequences
-            kernel = None if spans or rows != keys else BACKENDS.get(backend.packed_by)
-            if kernel and (rule.softcap is None or kernel.softcap) and batch * keys <= most_rows(kernel, tensors):
+            kernel = None if spans or queries != keys else BACKENDS.get(backend.packed_by)
+            if kernel and (rule.softcap is None or kernel.softcap) and batch * keys <= most_tokens(kernel, tensors):
                 return kernel, {**how, "packed": _packed(cu_seqlens, found, rule, q)}, (), q.dtype
             most = KEYS_PER_QUERY if backend.granule > 1 or len(tensors) > 3 else None  # more than 3: a backward
             cut = [piece for span in found for piece in pieces(span, rule.window, most)]
             once_each = all(piece.kind == "causal" for piece in cut)  # each key belongs to one call
             return backend, how, cut, q.dtype if once_each else torch.promote_types(q.dtype, torch.float32)
     assert batch == k.shape[0]  # not every kernel looks
-    ragged = rows % backend.granule or keys % backend.granule
+    ragged = queries % backend.granule or keys % backend.granule
     # the parts of a call that is too large are few: their gradients are summed in the tensors' dtype
     return BACKENDS[backend.packed_by] if ragged else backend, how, _parts(backend, kind, tensors), q.dtype
 
@@ -163,17 +163,17 @@ def _packed(cu_seqlens: Documents, spans: Sequence[Span], rule: Rule, q: Tensor)
 
     def upload() -> tuple[Tensor, int]:
         ends = torch.tensor([0, *(s.batch * length + s.end for s in spans)], dtype=torch.int32)
-        return ends.to(q.device, non_blocking=True), max(s.rows for s in spans)
+        return ends.to(q.device, non_blocking=True), max(s.queries for s in spans)
 
-    if cu_seqlens is None:  # every row is one document: nothing is uploaded
+    if cu_seqlens is None:  # every sample is one document: nothing is uploaded
         offsets = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=q.device)
         return Packed(offsets, length, rule.window)
     return Packed(*once(cu_seqlens, ("uploaded", length, q.device), upload), rule.window)
 
 
-def most_rows(backend: Backend, tensors: Sequence[Tensor]) -> int:
+def most_tokens(backend: Backend, tensors: Sequence[Tensor]) -> int:
     """Tokens of a call, of the whole batch, whose tensors [B, heads, tokens, width] stay below `ELEMENTS`. A kernel may
-    have a key and a value for each query head, and a token's row may lie between those of other tensors."""
+    have a key and a value for each query head, and a token's numbers may lie between those of other tensors."""
     heads, width = tensors[0].shape[1], max(t.shape[-1] for t in tensors)
     each = max(heads * backend.width(width), *(t.stride(2) for t in tensors if t.shape[2] > 1), 1)
     most = max(1, (ELEMENTS - 1) // each)
@@ -182,25 +182,26 @@ def most_rows(backend: Backend, tensors: Sequence[Tensor]) -> int:
 
 def _parts(backend: Backend, kind: str, tensors: Sequence[Tensor]) -> list[Piece]:
     """What a call `causal` or `full` is cut into, in order; empty where it stays whole."""
-    (batch, _, rows, _), keys, most = tensors[0].shape, tensors[1].shape[2], most_rows(backend, tensors)
+    (batch, _, queries, _), keys, most = tensors[0].shape, tensors[1].shape[2], most_tokens(backend, tensors)
     tail = 0
-    if kind == "causal" and rows >= LONG and rows % backend.granule:
-        tail = rows % max(backend.granule, 1 << (rows.bit_length() - 7))  # 64 shapes for each doubling of the length
-    if batch * max(rows, keys) <= most and not tail:
+    if kind == "causal" and queries >= LONG and queries % backend.granule:
+        # 64 shapes for each doubling of the length
+        tail = queries % max(backend.granule, 1 << (queries.bit_length() - 7))
+    if batch * max(queries, keys) <= most and not tail:
         return []
-    whole = rows - tail
+    whole = queries - tail
     step = -(-whole // -(-whole // most))  # equal parts: few shapes
-    bounds = [*range(0, whole, min(most, step + -step % backend.granule)), whole, *([rows] if tail else [])]
-    found, many = [], max(1, most // max(rows, keys))  # blocks of a window are a batch of thousands
+    bounds = [*range(0, whole, min(most, step + -step % backend.granule)), whole, *([queries] if tail else [])]
+    found, many = [], max(1, most // max(queries, keys))  # runs of a window are a batch of thousands
     for b in range(0, batch, many):
-        row = (slice(b, min(b + many, batch)),) * 2
+        samples = (slice(b, min(b + many, batch)),) * 2
         for lo, hi in pairwise(bounds):
             before = keys if kind == "full" else lo
             if kind == "causal":
-                found.append(Piece("causal", lo, hi - lo, lo, hi - lo, *row, first=True))
+                found.append(Piece("causal", lo, hi - lo, lo, hi - lo, *samples, first=True))
             for at in range(0, before, most):
                 first = kind == "full" and at == 0
-                found.append(Piece("full", lo, hi - lo, at, min(most, before - at), *row, first=first))
+                found.append(Piece("full", lo, hi - lo, at, min(most, before - at), *samples, first=first))
     return found
 
 
@@ -218,7 +219,7 @@ def padded(backend: Backend, *tensors: Tensor) -> list[Tensor]:
 
 def _room(x: Tensor, width: int, dtype: torch.dtype | None) -> Tensor:
     """A tensor like x [B, H, S, D] with heads of this width, not yet written; the heads of a token lie together, so
-    that a part of the rows does not span the others."""
+    that a part of the tokens does not span the others."""
     return x.new_empty(x.shape[0], x.shape[2], x.shape[1], width, dtype=dtype).transpose(1, 2)
 
 
@@ -228,13 +229,13 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[T
     out and other [..., S, V], lse and other_lse [..., S] in fp32. A set without any key has a logsumexp of -inf.
     """
     share = torch.sigmoid(other_lse - lse)[..., None]  # of the other set in the sum of both
-    for rows in row_tiles(out):
-        out[rows] = out[rows].to(share.dtype).lerp_(other[rows].to(share.dtype), share[rows])
+    for at in query_tiles(out):
+        out[at] = out[at].to(share.dtype).lerp_(other[at].to(share.dtype), share[at])
     return out, torch.logaddexp(lse, other_lse)
 
 
-def row_tiles(x: Tensor, step: int | None = None) -> list[tuple[EllipsisType, slice, slice]]:
-    """Slices of x [..., S, D] that cut S, so that fp32 intermediates are small: `step` rows each, or as many as
+def query_tiles(x: Tensor, step: int | None = None) -> list[tuple[EllipsisType, slice, slice]]:
+    """Slices of x [..., S, D] that cut S, so that fp32 intermediates are small: `step` queries each, or as many as
     `sizing.TILE_BYTES` hold."""
     step = step or tile_for(prod(x.shape[:-2]) * x.shape[-1], 4, kernel_device(x.device.type)[0])
     return [(..., slice(lo, lo + step), slice(None)) for lo in range(0, x.shape[-2], step)]

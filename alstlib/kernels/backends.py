@@ -42,7 +42,7 @@ aten = torch.ops.aten
 
 LONG = 65_536
 """Shortest whole sequence (tokens) that a kernel which is built for each shape computes whatever its length: from there
-on most of its rows are one call."""
+on most of its tokens are one call."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class Backend:
     """Two widths, between which all others are padded to the second."""
     granule: int = 1
     """Number of which the queries and keys of a call must be multiples, for a kernel that is built for each shape.
-    Other calls are left to `packed_by`, and so are the last rows of a whole sequence of at least `LONG` tokens that is
-    no multiple."""
+    Other calls are left to `packed_by`, and so are the last tokens of a whole sequence of at least `LONG` that is no
+    multiple."""
     packed_by: str = ""
     """Name of the kernel that takes all documents of a batch, and a window, in one call. Both functions of that kernel
     take `packed=` (`rule.Packed`)."""
@@ -110,9 +110,9 @@ def _cudnn_backward(dout: Tensor, kept: Attended, scale: float, causal: bool) ->
     dout, out = _laid_out_like(q, dout), _laid_out_like(q, out)
     lse = lse.contiguous()
     lse = (lse.clone() if lse.storage_offset() % 4 else lse)[..., None]  # cuDNN wants 16 bytes
-    rows, keys = q.shape[2], k.shape[2]
+    queries, keys = q.shape[2], k.shape[2]
     return aten._scaled_dot_product_cudnn_attention_backward(
-        dout, q, k, v, out, lse, seed, seed, None, None, None, rows, keys, 0.0, causal, scale=scale
+        dout, q, k, v, out, lse, seed, seed, None, None, None, queries, keys, 0.0, causal, scale=scale
     )
 
 
@@ -155,7 +155,7 @@ _ALL = [
     Backend("cpu", _cpu_forward, _cpu_backward, on="cpu"),
     Backend("cudnn", _cudnn_forward, _cudnn_backward, on="accelerator", multiple=8, granule=256, widths=True,
             packed_by="flash"),
-    # PyTorch since 2.11 has backward for no width between 128 and 192, but sums of dQ in rows of 160 for one
+    # PyTorch since 2.11 has backward for no width between 128 and 192, but sums of dQ with a width of 160 for one
     Backend("flash", *FLASH, on="accelerator", multiple=8, absent=(128, 192), packed_by="flash"),
     Backend("efficient", _efficient_forward, _efficient_backward, on="accelerator", multiple=8),
     *(Backend(name, *pair, softcap=True, packed_by=name) for name, (*_, pair) in PACKAGES.items()),

@@ -56,8 +56,8 @@ def _scores(q: Tensor, k: Tensor, scale: float, softcap: float | None, wide: tor
     if softcap is not None:
         s = s.div_(softcap).tanh_().mul_(softcap)
     if first is not None:
-        row = torch.arange(first, first + q.shape[3], device=q.device)[:, None]
-        hidden = torch.arange(k.shape[2], device=q.device) > row
+        query = torch.arange(first, first + q.shape[3], device=q.device)[:, None]
+        hidden = torch.arange(k.shape[2], device=q.device) > query
         s.unflatten(2, q.shape[2:4]).masked_fill_(hidden, float("-inf"))
     return s
 

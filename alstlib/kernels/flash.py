@@ -19,31 +19,33 @@ from alstlib.kernels.rule import Attended, Packed
 aten = torch.ops.aten
 
 
-def by_rows(forward: Callable[..., Any], backward: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """A pair for `backends.Backend` from two functions on rows, which are told what `_told` names."""
+def by_token(
+    forward: Callable[..., Any], backward: Callable[..., Any]
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """A pair for `backends.Backend` from two functions on tensors [B, S, H, D], which are told what `_told` names."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, *, packed: Packed | None = None, **how: Any) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = forward(*_rows(packed, q, k, v), **_told(packed, **how))
+        out, lse, *_ = forward(*_by_token(packed, q, k, v), **_told(packed, **how))
         if packed is not None:  # [H, B * S]
             lse = lse.unflatten(1, q.shape[::2][:2]).transpose(0, 1)
         return _heads(packed, out, q), lse
 
     def back(dout: Tensor, kept: Attended, *, packed: Packed | None = None, **how: Any) -> tuple[Tensor, ...]:
         lse = (kept.lse if packed is None else kept.lse.transpose(0, 1).flatten(1)).contiguous()
-        grads = backward(*_rows(packed, dout, *kept[:4]), lse, **_told(packed, **how))
+        grads = backward(*_by_token(packed, dout, *kept[:4]), lse, **_told(packed, **how))
         return tuple(_heads(packed, g, t) for g, t in zip(grads, kept))
 
     return run, back
 
 
-def _rows(packed: Packed | None, *tensors: Tensor) -> list[Tensor]:
-    rows = [t.transpose(1, 2) for t in tensors]
-    return rows if packed is None else [t.flatten(0, 1) for t in rows]
+def _by_token(packed: Packed | None, *tensors: Tensor) -> list[Tensor]:
+    tokens = [t.transpose(1, 2) for t in tensors]
+    return tokens if packed is None else [t.flatten(0, 1) for t in tokens]
 
 
-def _heads(packed: Packed | None, rows: Tensor, like: Tensor) -> Tensor:
+def _heads(packed: Packed | None, tokens: Tensor, like: Tensor) -> Tensor:
     """The way back, for the batch and the length of `like` [B, H, S, D]."""
-    return (rows if packed is None else rows.unflatten(0, like.shape[::2][:2])).transpose(1, 2)
+    return (tokens if packed is None else tokens.unflatten(0, like.shape[::2][:2])).transpose(1, 2)
 
 
 def _told(packed: Packed | None, scale: float, causal: bool, softcap: float | None = None) -> dict[str, Any]:
@@ -76,7 +78,7 @@ def _torch_forward(*given: Tensor, **told: Any) -> Any:
 
 def _torch_backward(*given: Tensor, **told: Any) -> Any:
     how, named = _aten(given[1], given[2], told)
-    seed = torch.zeros(2, dtype=torch.uint64, device=given[0].device)  # dropout's state, unread without dropout
+    seed = torch.zeros(2, dtype=torch.uint64, device=given[0].device)  # dropout's random state, unread without dropout
     return aten._flash_attention_backward(*given, *how, seed, seed.new_empty(0), **named)
 
 
@@ -124,14 +126,14 @@ def _fa4_forward(*given: Tensor, softcap: float, window_size_left: int, window_s
 def _fa4_backward(*given: Tensor, window_size_left: int, window_size_right: int, **told: Any) -> Any:
     from flash_attn.cute.interface import _flash_attn_bwd
 
-    (dout, *rows, lse), left = given, None if window_size_left < 0 else window_size_left
-    return _flash_attn_bwd(*rows, dout, lse, window_size_left=left, **told)
+    (dout, *tokens, lse), left = given, None if window_size_left < 0 else window_size_left
+    return _flash_attn_bwd(*tokens, dout, lse, window_size_left=left, **told)
 
 
-FLASH = by_rows(_torch_forward, _torch_backward)
+FLASH = by_token(_torch_forward, _torch_backward)
 PACKAGES = {
-    "flash_attention_2": ("flash_attn.flash_attn_interface", "flash-attn", 8, by_rows(_fa2_forward, _fa2_backward)),
-    "flash_attention_3": ("flash_attn_interface", "flash-attn-3", 9, by_rows(_fa3_forward, _fa3_backward)),
-    "flash_attention_4": ("flash_attn.cute.interface", "flash-attn-4", 9, by_rows(_fa4_forward, _fa4_backward)),
+    "flash_attention_2": ("flash_attn.flash_attn_interface", "flash-attn", 8, by_token(_fa2_forward, _fa2_backward)),
+    "flash_attention_3": ("flash_attn_interface", "flash-attn-3", 9, by_token(_fa3_forward, _fa3_backward)),
+    "flash_attention_4": ("flash_attn.cute.interface", "flash-attn-4", 9, by_token(_fa4_forward, _fa4_backward)),
 }
 """Module and package of each flash-attn, the least compute capability that it needs, and its functions."""

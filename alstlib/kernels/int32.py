@@ -38,20 +38,20 @@ def _of_delta_rule(q: Tensor, k: Tensor, v: Tensor, *others: Any, **more: Any) -
 
 def _of_mamba2(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, **more: Any) -> int:
     """A state is made for each chunk of the kernel, and a square of its tokens for each group."""
-    batch, rows, heads, width = x.shape
-    chunks, square = batch * -(-rows // chunk_size), chunk_size**2
+    batch, tokens, heads, width = x.shape
+    chunks, square = batch * -(-tokens // chunk_size), chunk_size**2
     return max(spanned(x, dt, A, B, C, **more), chunks * heads * width * B.shape[3], chunks * B.shape[2] * square)
 
 
 def _convolve(kernel: Callable[..., Tensor], x: Tensor, weight: Tensor, *others: Any, **more: Any) -> Tensor:
-    """x [B, C, S], in calls for some tokens of one row, each with the tokens before them that its outputs need."""
+    """x [B, C, S], in calls for some tokens of one sample, each with the tokens before them that its outputs need."""
     around, outs = weight.shape[-1] - 1, []
     step = max(1, (ELEMENTS - 1) // max(x.shape[1], x.stride(2)) - around)
-    for row in x.split(1):
+    for sample in x.split(1):
         parts = []
         for first in range(0, x.shape[2], step):
             before = min(first, around)
-            part = row[..., first - before : first + step]
+            part = sample[..., first - before : first + step]
             if spanned(part) >= ELEMENTS:  # each channel's tokens lie together: those of the other parts lie between
                 part = part.contiguous()
             parts.append(kernel(part, weight, *others, **more)[..., before:].transpose(1, 2))
@@ -60,9 +60,9 @@ def _convolve(kernel: Callable[..., Tensor], x: Tensor, weight: Tensor, *others:
 
 
 def _norm(kernel: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """x [.., C], in calls for some of its rows."""
-    rows = x.reshape(-1, x.shape[-1]).split(max(1, (ELEMENTS - 1) // x.shape[-1]))
-    return torch.cat([kernel(part) for part in rows]).view(x.shape)
+    """x [.., C], in calls for some of its tokens."""
+    tokens = x.reshape(-1, x.shape[-1]).split(max(1, (ELEMENTS - 1) // x.shape[-1]))
+    return torch.cat([kernel(part) for part in tokens]).view(x.shape)
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ KERNELS = {
     ),
     "liger_kernel": (
         Int32Kernel(
-            "liger-kernel", ("LigerRMSNorm", "LigerLayerNorm"), "rows C", "0.6.0, 0.6.4, 0.7.0, 0.8.3, 0.8.4, 0.8.5",
+            "liger-kernel", ("LigerRMSNorm", "LigerLayerNorm"), "tokens C", "0.6.0, 0.6.4, 0.7.0, 0.8.3, 0.8.4, 0.8.5",
             "0.8.4", split=_norm,
         ),
         Int32Kernel(
@@ -137,12 +137,12 @@ def below_int32(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
         if kernel.split is not None:
             return kernel.split(function, *args, **kwargs)
-        rows = args[0].shape[kernel.tokens]
-        fits = rows * (ELEMENTS - 1) // most
+        tokens = args[0].shape[kernel.tokens]
+        fits = tokens * (ELEMENTS - 1) // most
         mended = f", or install {kernel.package} {kernel.mended} or later" if kernel.mended else ""
         raise ValueError(
             f"{kernel.package}: {implementation.__name__} counts elements with 32 bits ({kernel.counts}), and a call "
-            f"of {rows:,} tokens has {most:,} of them (its first tensor: {[*args[0].shape]}): its result would be "
+            f"of {tokens:,} tokens has {most:,} of them (its first tensor: {[*args[0].shape]}): its result would be "
             f"wrong. A call of {fits - fits % 256 or fits:,} tokens passes: use a smaller options.chunk, or more ranks"
             f"{mended}"
         )

@@ -4,7 +4,7 @@ Shape legend: S sequence, N keys, w window.
 
 A `Span` is a run of queries that belong to the last tokens of a run of keys: a document, its tokens in one chunk, or
 the tokens of it that a rank computes for a head. Under a sliding window query i attends to keys (i - w, i]. The queries
-are cut into blocks of w. A block attends to its own causal triangle, and in the block before to the keys still inside
+are cut into runs of w. A run attends to its own causal triangle, and in the run before to the keys still inside
 the window: an upper triangle of w - 1 queries. That triangle is causal when its queries and keys are read backwards. So
 any kernel with a causal mask computes windows exactly and does no work outside them; the parts are merged by their
 logsumexps.
@@ -29,52 +29,52 @@ Documents = Sequence[int] | None
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Queries of the last `rows` tokens of the keys [begin, end) of one micro-batch row."""
+    """Queries of the last `queries` tokens of the keys [begin, end) of one sample."""
 
     batch: int
     begin: int
     end: int
-    rows: int
+    queries: int
     at: int
-    """Row at which its queries are stored: [at, at + rows)."""
+    """Where its queries are stored: from `at` to `at + queries`."""
     q_batch: int
-    """Micro-batch row in which its queries are stored."""
+    """Sample in which its queries are stored."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One call of a kernel: on the same queries and keys of some micro-batch rows, or on `repeat` equal parts of one of
+    """One call of a kernel: on the same queries and keys of some samples, or on `repeat` equal parts of one of
     them, each `stride` queries and keys after the one before."""
 
     kind: Literal["causal", "full", "upper"]
     """Which keys a query attends to. causal: query i attends to keys 0 to i; full: to all keys; upper: to keys from i
     on. Causal and upper are squares."""
     q: int
-    rows: int
+    queries: int
     k: int
     keys: int
     batch: slice
-    """Micro-batch rows of the keys."""
+    """Samples of the micro-batch that the keys are of."""
     q_batch: slice
-    """Micro-batch rows in which the queries are stored."""
+    """Samples in which the queries are stored."""
     first: bool = False
     """Whether no call before it has these queries."""
     repeat: int = 1
     stride: int = 0
 
     def queries_of(self, x: Tensor) -> Tensor:
-        """View of x [B, H, S, D] -> [n, H, rows, D]; of x [B, H, S] -> [n, H, rows]; n micro-batch rows or parts."""
-        return self._parts(x[self.q_batch], self.q, self.rows)
+        """View of x [B, H, S, D] -> [n, H, queries, D]; of x [B, H, S] -> [n, H, queries]; n samples or parts."""
+        return self._parts(x[self.q_batch], self.q, self.queries)
 
     def keys_of(self, x: Tensor) -> Tensor:
         """View of x [B, K, N, D] -> [n, K, keys, D]."""
         return self._parts(x[self.batch], self.k, self.keys)
 
-    def _parts(self, x: Tensor, first: int, rows: int) -> Tensor:
+    def _parts(self, x: Tensor, first: int, count: int) -> Tensor:
         if self.repeat == 1:
-            return x[:, :, first : first + rows]
-        end = first + (self.repeat - 1) * self.stride + rows
-        return x[0, :, first:end].unfold(1, rows, self.stride).movedim(-1, 2).transpose(0, 1)
+            return x[:, :, first : first + count]
+        end = first + (self.repeat - 1) * self.stride + count
+        return x[0, :, first:end].unfold(1, count, self.stride).movedim(-1, 2).transpose(0, 1)
 
 
 class Offsets(tuple[int, ...]):
@@ -94,10 +94,10 @@ def once(documents: Documents, key: Hashable, make: Callable[[], T]) -> T:
 
 
 def document_spans(documents: Documents, batch: int, length: int, first: int, last: int) -> Sequence[Span]:
-    """The documents of queries [first, last) of every micro-batch row; queries are stored from `first` on.
+    """The documents of queries [first, last) of every sample; queries are stored from `first` on.
 
     Args:
-        documents: offsets into the flattened [batch * length] tokens; None makes every micro-batch row one document.
+        documents: offsets into the flattened [batch * length] tokens; None makes every sample one document.
 
     Raises:
         ValueError: offsets that do not rise from 0 to batch * length.
@@ -109,21 +109,21 @@ def document_spans(documents: Documents, batch: int, length: int, first: int, la
 
 def _spans(bounds: Sequence[int], batch: int, length: int, first: int, last: int) -> Iterator[Span]:
     for b in range(batch):
-        row = b * length
-        at, stop = bisect.bisect_right(bounds, row + first) - 1, bisect.bisect_left(bounds, row + last)
+        origin = b * length
+        at, stop = bisect.bisect_right(bounds, origin + first) - 1, bisect.bisect_left(bounds, origin + last)
         for begin, end in pairwise(bounds[at : stop + 1]):
-            start, end = max(begin - row, first), min(end - row, last)
-            yield Span(b, begin - row, end, end - start, start - first, b)
+            start, end = max(begin - origin, first), min(end - origin, last)
+            yield Span(b, begin - origin, end, end - start, start - first, b)
 
 
 def _bounds(documents: Documents, batch: int, length: int) -> list[int]:
-    """Where documents and micro-batch rows begin, and the end."""
-    rows = range(0, batch * length + 1, length)
-    offsets = rows if documents is None else [int(o) for o in documents]
+    """Where documents and samples begin, and the end."""
+    samples = range(0, batch * length + 1, length)
+    offsets = samples if documents is None else [int(o) for o in documents]
     total = batch * length
     if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != total or sorted(offsets) != list(offsets):
         raise ValueError(f"documents={list(offsets[:8])} must rise from 0 to batch * sequence = {total}")
-    return sorted({*offsets, *rows})
+    return sorted({*offsets, *samples})
 
 
 def pieces(span: Span, window: int | None = None, keys_per_query: int | None = None) -> Iterator[Piece]:
@@ -133,17 +133,17 @@ def pieces(span: Span, window: int | None = None, keys_per_query: int | None = N
         window: number of keys that a query attends to, its own included; None for all keys up to its own.
         keys_per_query: most keys of a full piece for each query (a kernel's backward makes gradients for all keys).
     """
-    start, where = span.end - span.rows, (slice(span.batch, span.batch + 1), slice(span.q_batch, span.q_batch + 1))
+    start, where = span.end - span.queries, (slice(span.batch, span.batch + 1), slice(span.q_batch, span.q_batch + 1))
     if window is None or window >= span.end - span.begin:
-        yield Piece("causal", span.at, span.rows, start, span.rows, *where, first=True)
-        step = keys_of_a_call(span.rows, start - span.begin, keys_per_query)
+        yield Piece("causal", span.at, span.queries, start, span.queries, *where, first=True)
+        step = keys_of_a_call(span.queries, start - span.begin, keys_per_query)
         for k in range(span.begin, start, step):
-            yield Piece("full", span.at, span.rows, k, min(step, start - k), *where)
+            yield Piece("full", span.at, span.queries, k, min(step, start - k), *where)
         return
-    for a, n, repeat in _window_blocks(span, window):
+    for a, n, repeat in _window_runs(span, window):
         at, b = a - start + span.at, a + n
         yield Piece("causal", at, n, a, n, *where, True, repeat, window)
-        if (k := max(span.begin, b - window)) < a:  # keys of every query of a block that is shorter than the window
+        if (k := max(span.begin, b - window)) < a:  # keys of every query of a run that is shorter than the window
             yield Piece("full", at, n, k, a - k, *where)
         if b - window > span.begin and n > 1:
             yield Piece("upper", at, n - 1, a - window + 1, n - 1, *where, False, repeat, window)
@@ -153,7 +153,7 @@ def pieces_of_pages(
     span: Span, window: int | None, find: Callable[[int], tuple[int, int, int]]
 ) -> Iterator[tuple[int, Piece]]:
     """(page, call) of a span whose keys lie in pages: each call's keys are in one page, and counted from its first. The
-    span's own rows lie in one page.
+    span's own keys lie in one page.
 
     Args:
         find: gives a key's page, the key's place in it, and the number of keys from there to the page's border.
@@ -170,19 +170,19 @@ def pieces_of_pages(
         else:
             assert piece.kind != "causal"
             rest = replace(piece, k=piece.k + n, keys=piece.keys - n)
-            if upper:  # rows before the border see a triangle of this page's keys, and all that follow
-                left.append(replace(rest, q=piece.q + n, rows=piece.rows - n))
-                rest = replace(rest, kind="full", rows=n)
-            left += [rest, replace(piece, keys=n, rows=n if upper else piece.rows)]
+            if upper:  # queries before the border see a triangle of this page's keys, and all that follow
+                left.append(replace(rest, q=piece.q + n, queries=piece.queries - n))
+                rest = replace(rest, kind="full", queries=n)
+            left += [rest, replace(piece, keys=n, queries=n if upper else piece.queries)]
 
 
-def _window_blocks(span: Span, window: int) -> Iterator[tuple[int, int, int]]:
-    """(first key position, queries, repeats) of the blocks: cut at multiples of the window from the span's first
+def _window_runs(span: Span, window: int) -> Iterator[tuple[int, int, int]]:
+    """(first key position, queries, repeats) of the runs: cut at multiples of the window from the span's first
     key."""
-    a = span.end - span.rows
+    a = span.end - span.queries
     while a < span.end:
         inside = (a - span.begin) % window
-        # the first block has no keys before its own: it differs from those after it
+        # the first run has no keys before its own: it differs from those after it
         repeat = 1 if inside or a == span.begin else max(1, (span.end - a) // window)
         n = min(window - inside, span.end - a)
         yield a, n, repeat

@@ -25,7 +25,7 @@ from alstlib.linear.by_heads import by_heads
 from alstlib.linear.convolution import causal_convolution
 from alstlib.linear.pass_state import pass_state
 from alstlib.linear.rule import StateRule
-from alstlib.linear.ways import BLOCK, Sent, StateLayer
+from alstlib.linear.ways import CHUNK_SIZE, Sent, StateLayer
 
 log = logging.getLogger(__name__)
 
@@ -57,9 +57,9 @@ class LayerPart:
 
     def mix(
         self, rule: StateRule, tokens: Sequence[Tensor], weights: Sequence[Tensor], keys: Tensor, values: Tensor,
-        block: int = BLOCK,
+        chunk_size: int = CHUNK_SIZE,
     ) -> Tensor:  # fmt: skip
-        """The output of a recurrence with heads, whose kernel works on so many tokens at a time, by one of the `ways`.
+        """The output of a recurrence with heads, by one of the `ways`. Its kernel works on `chunk_size` tokens at once.
 
         Args:
             tokens: its inputs, [B, L, heads or groups, ..].
@@ -68,7 +68,7 @@ class LayerPart:
         *inputs, output = (Sent(t.shape[2], t.shape[3:].numel(), t.element_size()) for t in (*tokens, values))
         layer = StateLayer(
             keys=keys.shape[3], values=values.shape[3], inputs=tuple(inputs), output=output, matrix=rule.matrix,
-            block=block,
+            chunk_size=chunk_size,
         )  # fmt: skip
         handle, ranks = self.handle, self.handle.attention.exchange.ranks
         handle.recurrences[layer] = None
@@ -83,17 +83,17 @@ class LayerPart:
         return self.run((*tokens, *weights), functools.partial(over, rule, tokens, weights))
 
     def run(self, inputs: Sequence[Tensor], over: Callable[..., tuple[Tensor, Any]]) -> Tensor:
-        """The output of `over` (exchange, documents, start=, first=, length=, known=) for the rows that run now."""
-        state = self.handle.running
-        left: dict[str, Any] = {} if state.saved is None else state.saved.left_by(self.key)
+        """The output of `over` (exchange, documents, start=, first=, length=, known=) for the tokens that run now."""
+        running = self.handle.running
+        left: dict[str, Any] = {} if running.saved is None else running.saved.left_by(self.key)
         known = left.setdefault("known", {})
-        step = functools.partial(over, self.handle.attention.exchange, state.inputs.documents, known=known)
-        if state.part is None:
+        step = functools.partial(over, self.handle.attention.exchange, running.inputs.documents, known=known)
+        if running.part is None:
             return step()[0]
         if "call" not in left:  # a recompute inside a block is that of the first pass
-            state.part.calls[self.key] += 1
-            left["call"] = state.part.calls[self.key]
-        return state.part.carry((*self.key, left["call"]), step, inputs)
+            running.part.calls[self.key] += 1
+            left["call"] = running.part.calls[self.key]
+        return running.part.carry((*self.key, left["call"]), step, inputs)
 
 
 class Adapter:

@@ -34,49 +34,49 @@ def causal_convolution(
         convolve: the convolution of one device, [b, C, n] -> [b, C, n], with zeros before its first token. What it does
             to each of its outputs (a bias, an activation) is done once.
         width: W.
-        documents: global offsets into the flattened [B * S] batch; None makes every micro-batch row one document.
+        documents: global offsets into the flattened [B * S] batch; None makes every sample one document.
         start: None for zeros.
         first: where the part begins in the sequence.
         length: S; None: the part is all of it.
         known: what a first pass leaves for its recompute, which then exchanges no tokens: those before the slice. The
             recompute's last tokens of all ranks have no value, only a gradient.
     """
-    rows, around = x.shape[2], width - 1
+    local, around = x.shape[2], width - 1
     begin = x.new_zeros(*x.shape[:2], around) if start is None else start
-    own = x[..., max(0, rows - around) :]
+    own = x[..., max(0, local - around) :]
     before, end = _TokensAround.apply(own, begin, exchange, {} if known is None else known)
     if documents is None and exchange.ranks == 1 and start is None:
         return convolve(x), end
     x = torch.cat([before, x], -1)
     if documents is None:
         return convolve(x)[..., around:], end
-    length = rows * exchange.ranks if length is None else length
-    columns, places = _columns(documents, x.shape[0], rows, around, first + exchange.rank * rows, length, x.device)
-    flat = torch.nn.functional.pad(x, (0, 1)).transpose(0, 1).flatten(1)  # the last column of each row is zero
+    length = local * exchange.ranks if length is None else length
+    columns, places = _columns(documents, x.shape[0], local, around, first + exchange.rank * local, length, x.device)
+    flat = torch.nn.functional.pad(x, (0, 1)).transpose(0, 1).flatten(1)  # the last column of each sample is zero
     out = convolve(flat[None, :, columns])[0, :, places]
-    return out.unflatten(1, (x.shape[0], rows)).transpose(0, 1), end
+    return out.unflatten(1, (x.shape[0], local)).transpose(0, 1), end
 
 
 def _columns(
-    documents: Documents, batch: int, rows: int, around: int, first: int, length: int, device: torch.device
+    documents: Documents, batch: int, local: int, around: int, first: int, length: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """(columns of the flattened [B, W - 1 + L + 1] tokens that make one long row, in which W - 1 columns are before
+    """(columns of the flattened [B, W - 1 + L + 1] tokens that make one long sample, in which W - 1 columns are before
     each document, which of them are this rank's tokens), for the tokens from `first` on."""
 
     def make() -> tuple[Tensor, Tensor]:
         columns: list[Tensor] = []
         places: list[Tensor] = []
         at = 0
-        for span in document_spans(documents, batch, length, first, first + rows):
-            begin = span.at - (span.end - span.rows - span.begin)
-            tokens = torch.arange(span.at - around, span.at + span.rows)
-            tokens = tokens.where(tokens >= begin, rows)  # earlier ones are of another document: a zero
-            columns.append(tokens + span.batch * (around + rows + 1) + around)
-            places.append(torch.arange(at + around, at + around + span.rows))
-            at += around + span.rows
+        for span in document_spans(documents, batch, length, first, first + local):
+            begin = span.at - (span.end - span.queries - span.begin)
+            tokens = torch.arange(span.at - around, span.at + span.queries)
+            tokens = tokens.where(tokens >= begin, local)  # earlier ones are of another document: a zero
+            columns.append(tokens + span.batch * (around + local + 1) + around)
+            places.append(torch.arange(at + around, at + around + span.queries))
+            at += around + span.queries
         return torch.cat(columns).to(device), torch.cat(places).to(device)
 
-    return once(documents, ("columns", batch, rows, around, first, length, device), make)
+    return once(documents, ("columns", batch, local, around, first, length, device), make)
 
 
 class _TokensAround(torch.autograd.Function):

@@ -32,7 +32,7 @@ MOST_DOCUMENTS = 512
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """One call: a document at an end of this rank's slice, whole micro-batch rows, or several documents inside it."""
+    """One call: a document at an end of this rank's slice, whole samples, or several documents inside it."""
 
     at: tuple[Any, Any]
     """The index of its tokens in a tensor [B, L, ..]."""
@@ -42,15 +42,15 @@ class Run:
     """(N, T) of that batch."""
     packed: Tensor | None = None
     """Where each of the documents begins that they hold one after the other, and the end: [N + 1], int64; None: each
-    row is one."""
+    sample is one."""
     goes_on: bool = False
     """Whether its document has begun on an earlier rank."""
     last: bool = False
     """Whether its last token is the last of the slice, so that its state goes to the next rank."""
 
     @property
-    def rows(self) -> slice:
-        """The rows of the batch that it is, where a state enters or leaves."""
+    def samples(self) -> slice:
+        """The samples of the batch that it is of, where a state enters or leaves."""
         return self.at[0]
 
     def of(self, x: Tensor) -> Tensor:
@@ -65,19 +65,19 @@ class Run:
 def runs_of(
     documents: Documents, shape: tuple[int, int], first: int, length: int, packed: bool, device: torch.device
 ) -> list[Run]:
-    """The calls for the tokens [first, first + L) of every micro-batch row.
+    """The calls for the tokens [first, first + L) of every sample.
 
     Args:
-        documents: global offsets into the flattened [B * length] batch; None makes every micro-batch row one document.
+        documents: global offsets into the flattened [B * length] batch; None makes every sample one document.
         shape: (B, L).
         packed: whether the kernel keeps packed documents apart.
     """
-    batch, rows = shape
+    batch, local = shape
     if documents is None:
-        return [Run((slice(0, batch), slice(0, rows)), goes_on=first > 0, last=True)]
+        return [Run((slice(0, batch), slice(0, local)), goes_on=first > 0, last=True)]
     runs, inside = [], []
-    for span in document_spans(documents, batch, length, first, first + rows):
-        goes_on, last = span.end - span.rows > span.begin, span.at + span.rows == rows
+    for span in document_spans(documents, batch, length, first, first + local):
+        goes_on, last = span.end - span.queries > span.begin, span.at + span.queries == local
         if goes_on or last:
             runs.append(_stored([span], goes_on=goes_on, last=last))
         else:
@@ -88,23 +88,23 @@ def runs_of(
 
 
 def _stored(spans: Sequence[Span], **how: Any) -> Run:
-    """Documents of one micro-batch row, of which each begins where the one before ends."""
-    b, first, last = spans[0].batch, spans[0].at, spans[-1].at + spans[-1].rows
+    """Documents of one sample, of which each begins where the one before ends."""
+    b, first, last = spans[0].batch, spans[0].at, spans[-1].at + spans[-1].queries
     return Run((slice(b, b + 1), slice(first, last)), **how)
 
 
 def _packed(spans: Sequence[Span], device: torch.device) -> Iterator[Run]:
-    for _, row in groupby(spans, lambda span: span.batch):
-        some = list(row)
-        yield _stored(some, packed=torch.tensor([0, *accumulate(span.rows for span in some)], device=device))
+    for _, inside in groupby(spans, lambda span: span.batch):
+        some = list(inside)
+        yield _stored(some, packed=torch.tensor([0, *accumulate(span.queries for span in some)], device=device))
 
 
 def _side_by_side(spans: Sequence[Span], device: torch.device) -> Iterator[Run]:
     alike: list[list[Span]] = []
-    for span in sorted(spans, key=lambda span: span.rows, reverse=True):
-        longest = alike[-1][0].rows if alike else 0
+    for span in sorted(spans, key=lambda span: span.queries, reverse=True):
+        longest = alike[-1][0].queries if alike else 0
         room = longest and len(alike[-1]) < min(MOST_DOCUMENTS, PADDED // longest)
-        if room and longest <= LONGEST_TO_SHORTEST * span.rows:
+        if room and longest <= LONGEST_TO_SHORTEST * span.queries:
             alike[-1].append(span)
         else:
             alike.append([span])
@@ -114,8 +114,8 @@ def _side_by_side(spans: Sequence[Span], device: torch.device) -> Iterator[Run]:
             yield _stored(some)
             continue
         places = [
-            torch.tensor([[span.batch], [span.at], [row], [0]]) + step * torch.arange(span.rows)
-            for row, span in enumerate(some)
+            torch.tensor([[span.batch], [span.at], [place], [0]]) + step * torch.arange(span.queries)
+            for place, span in enumerate(some)
         ]
-        batch, at, row, token = torch.cat(places, 1).to(device)
-        yield Run((batch, at), (row, token), (len(some), some[0].rows))
+        batch, at, place, token = torch.cat(places, 1).to(device)
+        yield Run((batch, at), (place, token), (len(some), some[0].queries))

@@ -47,7 +47,7 @@ def pass_state(
     Args:
         tokens: the kernel's inputs [B, L, ..] of this rank's tokens.
         weights: its further inputs, the same for all tokens.
-        documents: global offsets into the flattened [B * S] batch; None makes every micro-batch row one document.
+        documents: global offsets into the flattened [B * S] batch; None makes every sample one document.
         start: None for zeros.
         first: where the part begins in the sequence.
         length: S; None: the part is all of it.
@@ -57,13 +57,13 @@ def pass_state(
     tensors, ranks = (*tokens, *weights), exchange.ranks
     if ranks == 1 and documents is None and start is None:
         return rule.kernel(*tensors, initial_state=None)
-    batch, rows, *_ = tokens[0].shape
-    length, first = rows * ranks if length is None else length, first + exchange.rank * rows
-    runs = runs_of(documents, (batch, rows), first, length, rule.packed is not None, tokens[0].device)
+    batch, local, *_ = tokens[0].shape
+    length, first = local * ranks if length is None else length, first + exchange.rank * local
+    runs = runs_of(documents, (batch, local), first, length, rule.packed is not None, tokens[0].device)
     train = torch.is_grad_enabled()
     needs = [train and t is not None and t.requires_grad for t in (*tensors, start)]
-    own = _Slice(rule, exchange, runs, (batch, rows), len(tokens), {} if known is None else known, needs)
-    return _PassState.apply(own, start, *tensors)
+    own = _Slice(rule, exchange, runs, (batch, local), len(tokens), {} if known is None else known, needs)
+    return _OverRanks.apply(own, start, *tensors)
 
 
 class _Ran(NamedTuple):
@@ -108,7 +108,7 @@ class _Slice:
         """A run from the state before the slice, or from zeros (None)."""
         rule, keep = self.rule, any(self.needs)
         leaves = [t.detach().requires_grad_(need) for t, need in zip(self.of(run, tensors), self.needs)]
-        before = None if before is None else before[run.rows].detach().requires_grad_(keep)
+        before = None if before is None else before[run.samples].detach().requires_grad_(keep)
         with torch.set_grad_enabled(keep):
             if run.goes_on or run.last:
                 out, after = rule.kernel(*leaves, initial_state=before)
@@ -139,7 +139,7 @@ class _Slice:
         return states[-2 - self.exchange.rank if back else self.exchange.rank], states[-1]
 
 
-class _PassState(torch.autograd.Function):
+class _OverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: _Slice, start: Any, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         runs, known, before = own.runs, own.known, start
@@ -174,15 +174,15 @@ class _PassState(torch.autograd.Function):
         if not alone:
             for run, one in ran.items():
                 if one.before is not None:
-                    (w[run.rows],) = torch.autograd.grad(one.out, one.before, run.of(dout), retain_graph=True)
+                    (w[run.samples],) = torch.autograd.grad(one.out, one.before, run.of(dout), retain_graph=True)
             m = own.known["m"]
             after, dstart = own.prefix(m.mT if own.rule.matrix else m, w, grad, back=True)
         wholes: list[Tensor | None] = [None] * count
         sums = GradientSums(ran[runs[0]].leaves[count:], narrow=True)
         for run in runs:
-            found = _gradients(ran.pop(run), run.of(dout), after[run.rows] if run.last else None)
+            found = _gradients(ran.pop(run), run.of(dout), after[run.samples] if run.last else None)
             if alone and found[-1] is not None:
-                dstart[run.rows] = found[-1]
+                dstart[run.samples] = found[-1]
             for i, part in enumerate(found[:count]):
                 wholes[i] = wholes[i] if part is None else own.put(wholes[i], run, part)
             sums.add(found[count:-1], last=run is runs[-1])

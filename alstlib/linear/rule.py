@@ -34,7 +34,7 @@ class StateRule:
         self.kernel, self.decay, self.packed = kernel, decay, packed
 
     def from_zeros(self, *tensors: Tensor) -> Tensor:
-        """The output of rows after which nobody needs the state."""
+        """The output of tokens after which nobody needs the state."""
         return self.kernel(*tensors, initial_state=None)[0]
 
     def pair(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:

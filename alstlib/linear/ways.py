@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-BLOCK = 64
-"""Tokens that a kernel works on at a time, as those of the gated delta rule do."""
+CHUNK_SIZE = 64
+"""Tokens that a kernel works on at a time (its chunk size), as those of the gated delta rule do."""
 
 
 class Sent(NamedTuple):
@@ -34,7 +34,7 @@ class StateLayer:
     """Its groups are the heads."""
     matrix: bool = True
     """Whether M is a matrix [keys, keys] (delta rules), and not a number for each head (Mamba-2, lightning)."""
-    block: int = BLOCK
+    chunk_size: int = CHUNK_SIZE
     """Tokens that its kernel works on at a time."""
 
     @property
@@ -42,11 +42,11 @@ class StateLayer:
         return self.output.groups
 
     def forward_flops(self, more: int = 0) -> float:
-        """Operations of one token in one head, where the kernel works in blocks, with so many more values."""
+        """Operations of one token in one head, where the kernel works in chunks, with so many more values."""
         keys, values = self.keys, self.values + more
         if self.matrix:
-            return 6.0 * keys * values + self.block * (5 * keys + 3 * values)
-        return 4.0 * keys * values + 2 * self.block * (keys + values)
+            return 6.0 * keys * values + self.chunk_size * (5 * keys + 3 * values)
+        return 4.0 * keys * values + 2 * self.chunk_size * (keys + values)
 
     def pair_bytes(self, batch: int = 1) -> int:
         """Bytes of (M, U) of all heads in fp32."""

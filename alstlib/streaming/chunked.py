@@ -42,7 +42,7 @@ from alstlib.offload.courier import Courier, parts_of, put_part, room_like
 from alstlib.offload.storage import Storage
 from alstlib.streaming.carried import Carried, Step
 from alstlib.streaming.pages import LayerPages, PageChooser
-from alstlib.ulysses.attention import UlyssesAttention, gradient_of_sinks, output_with, row_delta
+from alstlib.ulysses.attention import UlyssesAttention, delta_of, gradient_of_sinks, output_with
 
 
 class KeysDone(Exception):
@@ -154,7 +154,7 @@ class _ChunkAttention(torch.autograd.Function):
         piece, (backend, rule, layout), delta = ctx.piece, ctx.piece.way, None
         q, out, lse = ctx.__dict__.pop("held")
         if piece.kept and layout.exchange.ranks > 1:
-            (delta,) = layout.swap([row_delta(dout, out)])
+            (delta,) = layout.swap([delta_of(dout, out)])
             q, dout = layout.swap([q, dout])
             out = output_with(delta, dout)
         elif not piece.kept:

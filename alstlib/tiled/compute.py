@@ -79,9 +79,9 @@ class _TiledCompute(torch.autograd.Function):
         grad_x = room_like(xs, x) if need_x else None
         with ctx.replay(), torch.enable_grad():
             by_token = [_by_token(grad, x, i > 0) for i, grad in enumerate(given) if grad is not None]
-            for rows, (part,), upstream in zip(tiles, parts_of(xs, tiles, x), parts_of(out, tiles, *by_token)):
+            for at, (part,), upstream in zip(tiles, parts_of(xs, tiles, x), parts_of(out, tiles, *by_token)):
                 leaf = part.contiguous().detach().requires_grad_(need_x)
-                y = tensors_of(work.fn(leaf, *(t[:, rows] for t in along)))
+                y = tensors_of(work.fn(leaf, *(t[:, at] for t in along)))
                 made = [(y[i], grad.reshape_as(y[i])) for i, grad in zip(which, upstream) if y[i].requires_grad]
                 del y, part, upstream
                 roots, above = zip(*made)
@@ -89,17 +89,17 @@ class _TiledCompute(torch.autograd.Function):
                 del made, roots, above
                 if grad_x is not None:
                     first = grads.pop(0)
-                    put_part(xs, grad_x, rows, torch.zeros_like(leaf) if first is None else first)
-                sums.add(grads, last=rows is tiles[-1])
+                    put_part(xs, grad_x, at, torch.zeros_like(leaf) if first is None else first)
+                sums.add(grads, last=at is tiles[-1])
                 grads = grads[-1:]  # alive during the next tile
         if courier is not None:
             courier.finish()
         return None, None, grad_x, *sums.done(needs)
 
 
-def tiles_of(rows: int, tile: int) -> list[slice]:
+def tiles_of(tokens: int, tile: int) -> list[slice]:
     """Tiles of so many tokens; one that is empty for none."""
-    return [slice(lo, min(lo + tile, rows)) for lo in range(0, max(rows, 1), tile)]
+    return [slice(lo, min(lo + tile, tokens)) for lo in range(0, max(tokens, 1), tile)]
 
 
 def tensors_of(made: Any) -> tuple[Tensor, ...]:
@@ -123,8 +123,8 @@ def _run_tiles(work: _Work, x: Tensor, along: Sequence[Tensor]) -> Any:
     outs: list[Tensor] = []
     flat: list[bool] = []
     (xs, courier, to), tiles = work.couriers(), tiles_of(x.shape[1], work.tile)
-    for rows, (own,) in zip(tiles, parts_of(xs, tiles, x)):
-        made = work.fn(own.contiguous(), *(t[:, rows] for t in along))
+    for at, (own,) in zip(tiles, parts_of(xs, tiles, x)):
+        made = work.fn(own.contiguous(), *(t[:, at] for t in along))
         alone, parts = isinstance(made, Tensor), list(tensors_of(made))
         shaped = [_by_token(part, own, i > 0) for i, part in enumerate(parts)]
         if to is None and len(tiles) == 1:
@@ -137,7 +137,7 @@ def _run_tiles(work: _Work, x: Tensor, along: Sequence[Tensor]) -> Any:
                 del one
         del own, made, parts
         for out in outs:
-            put_part(to, out, rows, shaped.pop(0))
+            put_part(to, out, at, shaped.pop(0))
     if courier is not None:
         courier.finish()
     return outs[0] if alone else tuple(out.flatten(0, 1) if is_flat else out for out, is_flat in zip(outs, flat))

@@ -130,11 +130,11 @@ class Statistics:
 
     def of(self, logits: Tensor, labels: Tensor) -> Statistics:
         """Find the statistics of logits [..., V] that exist anyway, tile by tile."""
-        rows, targets = logits.detach().flatten(0, -2), labels.flatten()
-        wide = torch.promote_types(rows.dtype, torch.float32)
+        flat, targets = logits.detach().flatten(0, -2), labels.flatten()
+        wide = torch.promote_types(flat.dtype, torch.float32)
         self.begin(labels, wide)
-        for at in tiles_of(rows.shape[0], default_tile(rows.shape[1], 4, rows.device)):
-            self.note(at, Softmax(rows[at].to(wide, copy=True), targets[at], statistics=True))
+        for at in tiles_of(flat.shape[0], default_tile(flat.shape[1], 4, flat.device)):
+            self.note(at, Softmax(flat[at].to(wide, copy=True), targets[at], statistics=True))
         return self
 
     def sums(self) -> Tensor:
@@ -170,7 +170,7 @@ class HeadPass:
         self.wide = torch.promote_types(hidden.dtype, torch.float32)
         self.courier = None if call.travel is None else call.travel.courier()
         self.dtypes = weight.dtype, None if bias is None else bias.dtype
-        self.rows = room_like(self.courier, hidden.reshape(-1, hidden.shape[-1])) if needs[0] else None
+        self.hidden = room_like(self.courier, hidden.reshape(-1, hidden.shape[-1])) if needs[0] else None
         self.weight = torch.zeros_like(weight, dtype=self.wide) if needs[1] else None
         self.bias = torch.zeros_like(bias, dtype=self.wide) if needs[2] and bias is not None else None
 
@@ -179,10 +179,10 @@ class HeadPass:
     ) -> Iterator[tuple[slice, Softmax]]:
         """For each tile, its place and its softmax; who takes it lets go of it before the next. The gradients are those
         of the sum of upstream [N] (None: -1) * log-probabilities."""
-        call, targets, rows = self.call, self.call.labels.reshape(-1), hidden.reshape(1, -1, hidden.shape[-1])
+        call, targets, tokens = self.call, self.call.labels.reshape(-1), hidden.reshape(1, -1, hidden.shape[-1])
         weight, bias = weight.to(call.dtype), None if bias is None else bias.to(call.dtype)
         tiles = tiles_of(targets.shape[0], call.tile)
-        for at, (part,) in zip(tiles, parts_of(self.courier, tiles, rows)):
+        for at, (part,) in zip(tiles, parts_of(self.courier, tiles, tokens)):
             part = part[0]
             logits = call.transform(nn.functional.linear(part, weight, bias).to(self.wide))
             transform = call.transform if self.needs else None
@@ -205,10 +205,10 @@ class HeadPass:
         if self.bias is not None:
             self.bias += grad.sum(0)
         grad = grad.to(part.dtype)
-        if self.rows is not None and self.courier is None:
-            torch.mm(grad, weight, out=self.rows[at])
-        elif self.rows is not None and self.courier is not None:
-            self.courier.send(self.rows[at], grad @ weight)
+        if self.hidden is not None and self.courier is None:
+            torch.mm(grad, weight, out=self.hidden[at])
+        elif self.hidden is not None and self.courier is not None:
+            self.courier.send(self.hidden[at], grad @ weight)
         if self.weight is not None:
             if grad.dtype == self.weight.dtype:
                 self.weight.addmm_(grad.T, part)
@@ -217,12 +217,12 @@ class HeadPass:
 
     def grads(self, scale: Tensor | None = None) -> tuple[Tensor | None, ...]:
         """Those of hidden, weight and bias, times a number."""
-        made = [self.rows, self.weight, self.bias]
+        made = [self.hidden, self.weight, self.bias]
         if scale is not None:
             made = [g if g is None else g.mul_(scale.to(g.device)) for g in made]
-        rows, *others = made
+        grad, *others = made
         kept = (g if g is None else g.to(dtype) for g, dtype in zip(others, self.dtypes))
-        return (None if rows is None else rows.view(self.shape), *kept)
+        return (None if grad is None else grad.view(self.shape), *kept)
 
 
 def check_labels(labels: Tensor, hidden: Tensor, vocabulary: int) -> None:

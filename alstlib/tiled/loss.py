@@ -173,8 +173,8 @@ class TiledHead(TiledModule):
 
     @torch.no_grad()
     def _show(self, hidden: Tensor, labels: Tensor, look: Look) -> None:
-        rows, length = labels.shape
-        for at in tiles_of(length, self.tile or default_tile(self.vocabulary * rows, 4, labels.device)):
+        batch, length = labels.shape
+        for at in tiles_of(length, self.tile or default_tile(self.vocabulary * batch, 4, labels.device)):
             logits = self.inner(hidden[:, at].to(labels.device))
             look(self.transform(logits.to(torch.promote_types(logits.dtype, torch.float32))))
 

@@ -1,4 +1,5 @@
-"""The exchange of Ulysses: slices of the sequence become blocks of heads, and blocks of heads become slices (ALST,
+"""The exchange of Ulysses: slices of the sequence become whole sequences of some heads, and
+these become slices (ALST,
 section 3.2).
 
 Shape legend: B batch, S sequence, P sequence-parallel degree, L = S / P, H heads, h = H / P, D width.
@@ -183,14 +184,14 @@ def _deal(x: Tensor, chunk: int, ctx: SPContext, back: bool = False) -> Tensor:
     return _all_to_all(torch.empty_like(send), send, ctx.sp_group, from_ranks, to_ranks)
 
 
-def _stripe_plan(rows: int, chunk: int, ranks: int, rank: int) -> tuple[Tensor, list[int], list[int]]:
+def _stripe_plan(tokens: int, chunk: int, ranks: int, rank: int) -> tuple[Tensor, list[int], list[int]]:
     """(this rank's tokens in the order in which they are sent, how many go to each rank, how many come from each)."""
-    chunks = [(lo * ranks, min(chunk, rows - lo)) for lo in range(0, rows, chunk)]
+    chunks = [(lo * ranks, min(chunk, tokens - lo)) for lo in range(0, tokens, chunk)]
     starts = torch.tensor([first + r * n for first, n in chunks for r in range(ranks)])
-    mine = rank * rows + torch.arange(rows)
+    mine = rank * tokens + torch.arange(tokens)
     to = (torch.searchsorted(starts, mine, right=True) - 1) % ranks
     wanted = torch.cat([torch.arange(n) + first + rank * n for first, n in chunks])
-    count = [torch.bincount(t, minlength=ranks).tolist() for t in (to, wanted // rows)]
+    count = [torch.bincount(t, minlength=ranks).tolist() for t in (to, wanted // tokens)]
     return torch.argsort(to, stable=True), count[0], count[1]
 
 

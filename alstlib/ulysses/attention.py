@@ -20,7 +20,7 @@ from torch import Tensor
 from alstlib.base.mesh import SPContext
 from alstlib.base.recompute import Saved, first_order
 from alstlib.base.sizing import default_tile, kernel_device
-from alstlib.kernels.attention import row_tiles
+from alstlib.kernels.attention import query_tiles
 from alstlib.kernels.backends import Backend, choose_backend, of_user
 from alstlib.kernels.paged import add_sinks, sinks_backward
 from alstlib.kernels.rule import Attended, Rule
@@ -45,12 +45,12 @@ class UlyssesAttention:
         ctx: the mesh; with sp = 1 this is plain attention.
         attention: `sdpa`, `auto`, the name of a kernel in `backends.BACKENDS`, or a function of the user's own
             (`kernels.user_attention` has the contract).
-        split_rows: also divide the tokens of a head among ranks where each rank could compute whole heads; it serves
+        split_heads: also divide the tokens of a head among ranks where each rank could compute whole heads; it serves
             to measure what this costs.
     """
 
-    def __init__(self, ctx: SPContext, attention: str | Callable[..., Any] = "sdpa", split_rows: bool = False) -> None:
-        self.exchange, self.split_rows = Exchange(ctx.sp_group), split_rows
+    def __init__(self, ctx: SPContext, attention: str | Callable[..., Any] = "sdpa", split_heads: bool = False) -> None:
+        self.exchange, self.split_heads = Exchange(ctx.sp_group), split_heads
         self.attention = attention if isinstance(attention, str) else of_user(attention)
         self._shape: Any = None
         self._undivided = Offsets()
@@ -74,7 +74,7 @@ class UlyssesAttention:
             softcap: c, with which a score s becomes c * tanh(s / c); None for none.
             sinks: [H], the score of a further key without a value for each head (gpt-oss).
             documents: offsets of the documents in the flattened batch [B * S] of all ranks (`spans.Offsets` keep what
-                is found for them, which is made anew for others); None: each row of the micro-batch is one document.
+                is found for them, which is made anew for others); None: each sample is one document.
             saved: where a checkpoint's first pass leaves the output, and where its recompute takes it from. In the
                 backward of a recompute each tensor is freed as soon as it has been read. Without `saved`, tensors are
                 kept as autograd keeps them (and its hooks see them).
@@ -98,13 +98,13 @@ class UlyssesAttention:
             self._shape, self._undivided = shape, Offsets()
         kept = self._undivided if documents is None else documents
         # layers of all rules share a layout; kept by its exchange, because `self` would be a circle
-        dealt = self.exchange, self.split_rows, q.shape[:2], q.device, k.shape[1], length, chunk
+        dealt = self.exchange, self.split_heads, q.shape[:2], q.device, k.shape[1], length, chunk
 
         def choose() -> Way:
             _check(q, k, v, window, sinks)
             width, capped = max(q.shape[-1], v.shape[-1]), rule.softcap is not None
             heads, sample = (q.shape[1], k.shape[1]), Sample(q.shape[0], length, documents, q.device)
-            layout = once(kept, dealt, lambda: layout_of(self.exchange, *heads, sample, chunk, self.split_rows))
+            layout = once(kept, dealt, lambda: layout_of(self.exchange, *heads, sample, chunk, self.split_heads))
             return Way(choose_backend(self.attention, q.device, q.dtype, width, capped), rule, layout)
 
         key = (*dealt, self.attention, rule, k.shape, v.shape, q.dtype, kernel_device(q.device.type))
@@ -159,7 +159,7 @@ class _Attention(torch.autograd.Function):
         if not ctx.from_saved:
             (dout,) = layout.swap([dout])
         elif layout.exchange.ranks > 1:
-            (delta,) = layout.swap([row_delta(dout, out)])
+            (delta,) = layout.swap([delta_of(dout, out)])
             q, dout, k, v = layout.swap([q, dout], [k, v])
             out = output_with(delta, dout)
         dsinks = gradient_of_sinks(ctx, layout, dout, out, lse, delta)
@@ -184,23 +184,23 @@ def gradient_of_sinks(
     in head layout."""
     if ctx.sinks is None or not ctx.needs_input_grad[3]:
         return None
-    return sinks_backward(layout.own, row_delta(dout, out) if delta is None else delta, lse, ctx.sinks)
+    return sinks_backward(layout.own, delta_of(dout, out) if delta is None else delta, lse, ctx.sinks)
 
 
-def row_delta(dout: Tensor, out: Tensor) -> Tensor:
+def delta_of(dout: Tensor, out: Tensor) -> Tensor:
     """rowsum(dout * out) in fp32, [B, H, S, 1]: all that a kernel's backward reads of its output."""
     wide = torch.promote_types(dout.dtype, torch.float32)
     delta = dout.new_empty(*dout.shape[:3], 1, dtype=wide)
-    for rows in row_tiles(dout, default_tile(dout.shape[1] * dout.shape[3], 4, dout.device)):
-        torch.sum(dout[rows].to(wide) * out[rows], -1, keepdim=True, out=delta[rows])
+    for at in query_tiles(dout, default_tile(dout.shape[1] * dout.shape[3], 4, dout.device)):
+        torch.sum(dout[at].to(wide) * out[at], -1, keepdim=True, out=delta[at])
     return delta
 
 
 def output_with(delta: Tensor, dout: Tensor) -> Tensor:
     """A stand-in output whose rowsum(dO * O) is `delta`; zero where dO is (then delta is zero too)."""
     made = torch.empty_like(dout)
-    for rows in row_tiles(dout, default_tile(dout.shape[1] * dout.shape[3], 4, dout.device)):
-        part = dout[rows].to(delta.dtype)
+    for at in query_tiles(dout, default_tile(dout.shape[1] * dout.shape[3], 4, dout.device)):
+        part = dout[at].to(delta.dtype)
         norm = part.square().sum(-1, keepdim=True)  # not vecdot, which autocast would lower
-        made[rows] = part * torch.where(norm > 0, delta[rows] / norm, 0.0)
+        made[at] = part * torch.where(norm > 0, delta[at] / norm, 0.0)
     return made

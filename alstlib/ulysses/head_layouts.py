@@ -2,10 +2,9 @@
 
 Shape legend: B batch, S sequence, P ranks, L = S / P, H query heads, K key/value heads, D width.
 
-`WholeHeads` is the plain Ulysses exchange, q [B, H / P, S, D]. `SplitRows` takes any H, K and P by a `head_split.Plan`
-and stores the queries of a rank one after the other, as the rows of one matrix: q [1, 1, rows, D]. Whole heads are used
-where they are possible, because split heads cost copies by index, and their keys and values travel to every rank that
-has a part of them.
+`WholeHeads` is the plain Ulysses exchange, q [B, H / P, S, D]. `SplitHeads` takes any H, K and P by a `head_split.Plan`
+and stores the queries of a rank one after the other: q [1, 1, queries, D]. Whole heads are used where possible, because
+split heads cost copies by index, and their keys and values travel to every rank that has a part of them.
 """
 
 from __future__ import annotations
@@ -56,10 +55,10 @@ class WholeHeads:
         return [*self.exchange.to_seq(queries), *self.exchange.to_seq(*keys, heads=self.kv_heads)]
 
 
-class SplitRows:
+class SplitHeads:
     """Every rank has the same number of queries: those of whole heads, and a part of at most two more
-    (`head_split`). Queries in head layout are [1, 1, rows, D], and keys [B, heads that this rank needs, S, D]. What it
-    does is what `WholeHeads` does."""
+    (`head_split`). Queries in head layout are [1, 1, queries, D], and keys [B, heads that this rank needs, S, D]. Its
+    methods do what those of `WholeHeads` do."""
 
     def __init__(self, exchange: Exchange, plan: Plan) -> None:
         self.exchange, self.plan, self.own = exchange, plan, plan.parts
@@ -73,7 +72,7 @@ class SplitRows:
         return [made.view(self.plan.batch, self.plan.heads, self.plan.own, -1), *made_keys]
 
     def _move(self, queries: Sequence[Tensor], keys: Sequence[Tensor], back: bool) -> tuple[list[Tensor], list[Tensor]]:
-        """Rows of queries, and keys, from one layout to the other, in one exchange."""
+        """Queries and keys, from one layout to the other, in one exchange."""
         plan, batch, own, like = self.plan, self.plan.batch, self.plan.own, [*queries, *keys][0]
 
         def shared(t: Tensor, rank: int, whole: bool) -> Tensor:
@@ -94,9 +93,9 @@ class SplitRows:
         flat = [shape for some in shapes for shape in some]
         arrived = (t.view(shape) for t, shape in zip(receive.split([prod(shape) for shape in flat]), flat))
         needs = plan.kv.stop - plan.kv.start
-        rows, size = (batch * plan.heads * own, (plan.kv_heads, own)) if back else (plan.stored, (needs, plan.rows))
+        count, size = (batch * plan.heads * own, (plan.kv_heads, own)) if back else (plan.stored, (needs, plan.length))
         wide = torch.promote_types(like.dtype, torch.float32) if back else like.dtype  # in which gradients are summed
-        made = [like.new_empty(rows, t.shape[-1]) for t in queries]
+        made = [like.new_empty(count, t.shape[-1]) for t in queries]
         made_keys = [like.new_zeros(batch, *size, t.shape[-1], dtype=wide) for t in keys]
         for r, m in enumerate(plan.messages):
             for t in made:
@@ -126,32 +125,32 @@ class SplitRows:
         for part in self.own:
             mine, upstream, sums = kept.part(part), part.queries_of(dout), [part.keys_of(dk), part.keys_of(dv)]
             if part.spans:
-                rows = torch.zeros_like(mine.q, dtype=wide)
-                attention_backward(backend, upstream, mine, rule=rule, spans=part.spans, sums=[rows, *sums])
+                dq_part = torch.zeros_like(mine.q, dtype=wide)
+                attention_backward(backend, upstream, mine, rule=rule, spans=part.spans, sums=[dq_part, *sums])
             else:
-                rows, *grads = attention_backward(backend, upstream, mine, rule=rule, cu_seqlens=cu_seqlens)
+                dq_part, *grads = attention_backward(backend, upstream, mine, rule=rule, cu_seqlens=cu_seqlens)
                 for total, grad in zip(sums, grads):
                     total.add_(grad)
-            part.queries_of(dq).copy_(rows)
-            del rows  # not beside what the next part makes
+            part.queries_of(dq).copy_(dq_part)
+            del dq_part  # not beside what the next part makes
         return dq, dk.to(kept.k.dtype), dv.to(kept.v.dtype)
 
 
-Layout = WholeHeads | SplitRows
+Layout = WholeHeads | SplitHeads
 """One division of heads among the ranks: the exchange into head layout, attention there, and the way back. It holds no
 documents, which hold it (`spans.Offsets`)."""
 
 
 def layout_of(
     exchange: Exchange, heads: int, kv_heads: int, sample: Sample, chunk: tuple[int, int] | None = None,
-    split_rows: bool = False,
+    split_heads: bool = False,
 ) -> Layout:  # fmt: skip
     """The layout of H query and K key/value heads, for all tokens of a sample, or for a chunk: tokens [first, last)
     that attend to keys in pages."""
-    if whole_heads(heads, kv_heads, exchange.ranks) and not split_rows:
+    if whole_heads(heads, kv_heads, exchange.ranks) and not split_heads:
         layout: Layout = WholeHeads(exchange, heads, kv_heads)
     else:
-        layout = SplitRows(exchange, Plan(heads, kv_heads, exchange.ranks, exchange.rank, sample, *chunk or ()))
+        layout = SplitHeads(exchange, Plan(heads, kv_heads, exchange.ranks, exchange.rank, sample, *chunk or ()))
     if chunk is not None:
         every = document_spans(sample.documents, sample.batch, sample.length, *chunk)
         layout.own = [replace(part, spans=part.spans or every) for part in layout.own]

@@ -12,7 +12,7 @@ outputs of two ranks never need merging. Every long document is cut like this, a
 (`Shares`): the work is balanced however long the documents are.
 
 `Plan` is pure: it uses no process group, and gives the indices by which queries travel. Queries are stored by head,
-then by document, then in order, as the rows of one matrix.
+then by document, then in order.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ DEALT = 16
 """A document also counts as short when a rank's share of all documents is at least this many times as long."""
 
 
-def folded_rows(rows: int, lo: int, hi: int) -> list[tuple[int, int]]:
-    """The tokens from number `lo` to `hi` of a document of `rows` tokens, counted as first, last, second, second to
+def folded_tokens(tokens: int, lo: int, hi: int) -> list[tuple[int, int]]:
+    """The tokens from number `lo` to `hi` of a document of `tokens` tokens, counted as first, last, second, second to
     last, ...: one run [first, last) of its beginning and one of its end, or a single run where the two meet."""
-    front, back = ((lo + 1) // 2, (hi + 1) // 2), (rows - hi // 2, rows - lo // 2)
+    front, back = ((lo + 1) // 2, (hi + 1) // 2), (tokens - hi // 2, tokens - lo // 2)
     runs = [(front[0], back[1])] if front[1] == back[0] else [front, back]
     return [run for run in runs if run[0] < run[1]]
 
@@ -81,29 +81,29 @@ class Shares:
     """
 
     def __init__(self, spans: Sequence[Span], ranks: int) -> None:
-        short = max(SHORT, sum(s.rows for s in spans) // (DEALT * ranks))
-        self.long = [s for s in spans if s.rows >= short]
-        by_length = sorted((s for s in spans if s.rows < short), key=lambda s: s.rows)
+        short = max(SHORT, sum(s.queries for s in spans) // (DEALT * ranks))
+        self.long = [s for s in spans if s.queries >= short]
+        by_length = sorted((s for s in spans if s.queries < short), key=lambda s: s.queries)
         order = sorted(range(len(by_length)), key=lambda i: i * GOLDEN % 1)
         self.short = [by_length[i] for i in order]
-        self.begins = list(itertools.accumulate((s.rows for s in self.short), initial=0))
+        self.begins = list(itertools.accumulate((s.queries for s in self.short), initial=0))
 
     def between(self, lo: Fraction, hi: Fraction) -> list[Span]:
         """The share from `lo` to `hi` as runs of queries in their documents, stored one after the other."""
         found = []
         for number, document in enumerate(self.long):
-            nudge, n = (number * GOLDEN + 0.5) % 1, document.rows
+            nudge, n = (number * GOLDEN + 0.5) % 1, document.queries
             a, b = (n if share == 1 else math.floor(n * float(share) + nudge) if share else 0 for share in (lo, hi))
             found.append((document, a, min(b, n)))
         first, last = (math.floor(self.begins[-1] * share) for share in (lo, hi))
         for i in range(bisect.bisect_right(self.begins, first) - 1, bisect.bisect_left(self.begins, last)):
             document, begin = self.short[i], self.begins[i]
-            found.append((document, max(first - begin, 0), min(last - begin, document.rows)))
+            found.append((document, max(first - begin, 0), min(last - begin, document.queries)))
         spans: list[Span] = []
         at = 0
         for document, a, b in sorted(found, key=lambda f: (f[0].batch, f[0].begin)):
-            start = document.end - document.rows
-            for run, stop in folded_rows(document.rows, a, b):
+            start = document.end - document.queries
+            for run, stop in folded_tokens(document.queries, a, b):
                 spans.append(Span(document.batch, document.begin, start + stop, stop - run, at, 0))
                 at += stop - run
         return spans
@@ -125,11 +125,11 @@ class Sample(NamedTuple):
     """What is attended: a batch, whole."""
 
     batch: int
-    """Number B of micro-batch rows."""
+    """Number B of samples."""
     length: int
-    """Number S of tokens in a micro-batch row."""
+    """Number S of tokens in a sample."""
     documents: Documents = None
-    """Offsets of the documents into the flattened [B * S] batch; None makes every micro-batch row one document."""
+    """Offsets of the documents into the flattened [B * S] batch; None makes every sample one document."""
     device: torch.device | str = "cpu"
     """Device of the plan's tensors."""
 
@@ -150,7 +150,7 @@ class Plan:
         batch, length, documents, device = sample
         last = length if last is None else last
         self.heads, self.kv_heads, self.ranks, self.rank = heads, kv_heads, ranks, rank
-        self.batch, self.first, self.rows, self.own = batch, first, last - first, (last - first) // ranks
+        self.batch, self.first, self.length, self.own = batch, first, last - first, (last - first) // ranks
         self.spans = document_spans(documents, batch, length, first, last)
         self._shares = Shares(self.spans, ranks)
         with unset_fake_temporarily():  # a simulation must know too which tokens go to which rank
@@ -174,18 +174,18 @@ class Plan:
 
     def _of(self, rank: int) -> list[tuple[HeadShare, list[Span]]]:
         """The heads and parts of heads of a rank, and their queries in the order in which they are stored."""
-        whole = [Span(b, 0, self.first + self.rows, self.rows, 0, 0) for b in range(self.batch)]
+        whole = [Span(b, 0, self.first + self.length, self.length, 0, 0) for b in range(self.batch)]
         shares = parts_of(self.heads, self.ranks, rank)
         return [(s, whole if s.whole else self._shares.between(s.lo, s.hi)) for s in shares]
 
     def _runs(self, rank: int) -> Tensor:
-        """Runs of queries of a rank: [(head, micro-batch row, first token of the call, tokens), n]."""
-        found = [(s.head, q.batch, q.end - q.rows - self.first, q.rows) for s, own in self._of(rank) for q in own]
+        """Runs of queries of a rank: [(head, sample, first token of the call, tokens), n]."""
+        found = [(s.head, q.batch, q.end - q.queries - self.first, q.queries) for s, own in self._of(rank) for q in own]
         return torch.tensor(found, dtype=torch.int64).view(-1, 4).T
 
     def _in_slice(self, rank: int, runs: Tensor, at: Tensor) -> Tensor:
-        """Of those tokens of the runs that are in the slice of a rank, the places: of each run's first token `at` what
-        lies before it."""
+        """The places of those tokens of the runs that are in the slice of a rank. The place of a run's first token is
+        `at`, and what the runs before it have there."""
         first, (_, _, lo, n) = rank * self.own, runs
         start, stop = lo.clamp(min=first), (lo + n).clamp(max=first + self.own)
         lengths = (stop - start).clamp(min=0)
@@ -203,7 +203,7 @@ class Plan:
         for (kv, _), some in itertools.groupby(self._of(self.rank), together):
             (share, spans), *more = some
             n, kv = 1 + len(more), kv - self.kv.start
-            size = n * sum(s.rows for s in spans)
+            size = n * sum(s.queries for s in spans)
             where = slice(share.head, share.head + n), slice(at, at + size), slice(kv, kv + 1)
             if size:
                 found.append(HeadPart(*where, batch=self.batch) if share.whole else HeadPart(*where, spans, 1))
@@ -213,12 +213,12 @@ class Plan:
 
 def area(spans: Sequence[Span]) -> int:
     """Pairs of query and key that these spans compute, without a window."""
-    return sum(s.rows * (s.end - s.begin) - s.rows * (s.rows - 1) // 2 for s in spans)
+    return sum(s.queries * (s.end - s.begin) - s.queries * (s.queries - 1) // 2 for s in spans)
 
 
 def balance(heads: int, kv_heads: int, ranks: int, length: int, documents: Documents = None) -> tuple[float, float]:
-    """(queries, causal area) of the fullest rank, relative to the mean, for one micro-batch row."""
+    """(queries, causal area) of the fullest rank, relative to the mean, for one sample."""
     plans = [Plan(heads, kv_heads, ranks, r, Sample(1, length, documents)) for r in range(ranks)]
     areas = [sum((p.heads.stop - p.heads.start) * area(p.spans or plan.spans) for p in plan.parts) for plan in plans]
-    rows = [plan.stored for plan in plans]
-    return max(rows) * ranks / sum(rows), max(areas) * ranks / sum(areas)
+    queries = [plan.stored for plan in plans]
+    return max(queries) * ranks / sum(queries), max(areas) * ranks / sum(areas)

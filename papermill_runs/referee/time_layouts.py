@@ -69,7 +69,7 @@ class Costs(Job):
             for layout, split in layouts.items():
                 name = f"{layout}, {packing}"
                 self.say(f"{name} at {length:,} tokens")
-                op = UlyssesAttention(self.ctx, run.options.attention, split_rows=split)
+                op = UlyssesAttention(self.ctx, run.options.attention, split_heads=split)
 
                 def step(op: UlyssesAttention = op, offsets: Offsets = offsets) -> None:
                     out = op(*tensors, documents=offsets)

@@ -14,7 +14,7 @@ from alstlib.kernels.attention import attention_backward, attention_forward
 from alstlib.kernels.backends import BACKENDS, choose_backend
 from alstlib.kernels.rule import Attended, Rule
 from alstlib.ulysses.alltoall import Exchange
-from alstlib.ulysses.head_layouts import SplitRows, layout_of
+from alstlib.ulysses.head_layouts import SplitHeads, layout_of
 from alstlib.ulysses.head_split import Sample
 
 CUDA, LENGTH = torch.device("cuda:0"), 1024
@@ -112,7 +112,7 @@ def test_uneven_heads(name, documents, heads, kv, ranks):
             q, k, v, dout = tensors(False, heads=heads, kv=kv, length=LENGTH // ranks, width=64)
             backend, rule = choose_backend(name, CUDA, q.dtype, 64), Rule(0.1)
             layout = layout_of(Exchange(dist.group.WORLD), heads, kv, Sample(1, LENGTH, documents, CUDA))
-            assert isinstance(layout, SplitRows)
+            assert isinstance(layout, SplitHeads)
             alike(attend_by_heads(layout, backend, (q, k, v, dout), rule, documents), [q, q, k, v])
         check(watch, name)
     finally:

@@ -145,7 +145,7 @@ MUTATIONS = {
         EXCHANGE._exchange, ".sum(1, dtype=wide)", ".select(1, 0)", FOUR
     ),
     "parts of heads: gradients of keys of one rank": Mutation(
-        head_layouts.SplitRows._move, ".add_(next(arrived))", ".copy_(next(arrived))", PARTS
+        head_layouts.SplitHeads._move, ".add_(next(arrived))", ".copy_(next(arrived))", PARTS
     ),
     "sinks: those of the first rank's heads": Mutation(
         head_layouts.WholeHeads.__init__, "slice(exchange.rank * each, (exchange.rank + 1) * each)", "slice(0, each)",

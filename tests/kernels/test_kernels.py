@@ -20,7 +20,7 @@ from alstlib.kernels.backends import BACKENDS, PACKAGES, choose_backend
 from alstlib.kernels.paged import HeadPart, sinks_backward
 from alstlib.kernels.rule import Rule
 from alstlib.planner.measure.ledger import Ledger
-from alstlib.ulysses.attention import row_delta
+from alstlib.ulysses.attention import delta_of
 
 pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
 
@@ -74,7 +74,7 @@ def check(
     got = attend(BACKENDS[name], tensors, Rule(0.3, **rule), documents, sinks, chunk)
     if sinks is not None:
         heads = [HeadPart(*[slice(0, shape[1])] * 3)]
-        got.append(sinks_backward(heads, row_delta(tensors[3], got[0]), got[1], sinks))
+        got.append(sinks_backward(heads, delta_of(tensors[3], got[0]), got[1], sinks))
     want = oracle(tensors, 0.3, documents, sinks, **rule)
     # where queries see one key, dq and dk are zero: differences of equal numbers, which are as large as dv
     assert worst(got, want, [w if w.any() else 1000 * want[4] for w in want]) < (tolerance or EXACT[dtype])

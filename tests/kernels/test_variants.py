@@ -77,6 +77,6 @@ def test_few_rows_behind_many_keys_are_few_calls():
 
 def test_a_window_costs_only_what_it_sees():
     span = Span(0, 0, 4096, 4096, 0, 0)
-    done = sum(p.repeat * p.rows * (p.keys if p.kind == "full" else (p.keys + 1) / 2) for p in pieces(span, 64))
+    done = sum(p.repeat * p.queries * (p.keys if p.kind == "full" else (p.keys + 1) / 2) for p in pieces(span, 64))
     assert done == 64 * 65 // 2 + (4096 - 64) * 64
     assert len(list(pieces(span, 64))) <= 4  # equal blocks go in one call

@@ -47,9 +47,9 @@ def _forward(part: LayerPart, mixer: Any, hidden_states: Tensor, *_: Any, **__: 
 
 
 def decayed_attention(
-    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, block: int, initial_state: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, chunk_size: int, initial_state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Linear attention whose past decays by exp(-slope) at each token, in blocks of tokens (lightning attention).
+    """Linear attention whose past decays by exp(-slope) at each token, in chunks of tokens (lightning attention).
 
     q, k [B, S, H, K], v [B, S, H, V], slopes [H] -> output [B, S, H, V] and the last state [B, H, K, V], in which the
     state is h = exp(-slope) h + k v^T and the output q h.
@@ -57,7 +57,7 @@ def decayed_attention(
     wide = torch.promote_types(v.dtype, torch.float32)
     state = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3], dtype=wide)
     state, slope, outs = state if initial_state is None else initial_state, slopes.to(wide)[:, None, None], []
-    for q_i, k_i, v_i in zip(*(t.transpose(1, 2).to(wide).split(block, 2) for t in (q, k, v))):
+    for q_i, k_i, v_i in zip(*(t.transpose(1, 2).to(wide).split(chunk_size, 2) for t in (q, k, v))):
         at = torch.arange(1, q_i.shape[2] + 1, device=q.device, dtype=wide)[:, None]
         inside = (q_i @ k_i.mT) * (slope * (at.mT - at)).exp().tril()  # no token sees later ones
         outs.append(inside @ v_i + q_i * (-slope * at).exp() @ state)

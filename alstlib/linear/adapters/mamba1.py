@@ -65,15 +65,15 @@ class SelectiveScan(StateRule):
         if not (self.hands_on and torch.is_grad_enabled()):
             return self.scan(*tensors)
         *tokens, A, D, bias = tensors
-        rows, none, columns = tokens[0].shape[1], bias.new_zeros(1), torch.eye(A.shape[1], device=A.device)
+        length, none, columns = tokens[0].shape[1], bias.new_zeros(1), torch.eye(A.shape[1], device=A.device)
         still = torch.full_like(bias, -1e4) if self.softplus else -bias
         tokens = [
             torch.cat([t, more.to(t.dtype).expand(t.shape[0], A.shape[1], t.shape[2])], 1)
             for t, more in zip(tokens, (none, still, none, columns))
         ]
         out, state = self.scan(*tokens, A, D, bias)
-        read = out[:, rows:].transpose(1, 2).to(state.dtype)
-        return out[:, :rows], state.detach() + (read - read.detach())
+        read = out[:, length:].transpose(1, 2).to(state.dtype)
+        return out[:, :length], state.detach() + (read - read.detach())
 
 
 class Mamba1(Adapter):

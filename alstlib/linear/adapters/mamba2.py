@@ -31,9 +31,9 @@ class Mamba2(Adapter):
             return run(*tensors, initial_states=initial_state, return_final_states=True)
 
         def packed(*tensors: Tensor, offsets: Tensor) -> Tensor:
-            rows = tensors[0].shape[1]
+            length = tensors[0].shape[1]
             document = torch.arange(len(offsets) - 1, dtype=torch.int32, device=offsets.device)
-            return run(*tensors, seq_idx=document.repeat_interleave(offsets.diff(), output_size=rows)[None])
+            return run(*tensors, seq_idx=document.repeat_interleave(offsets.diff(), output_size=length)[None])
 
         def decay(*tensors: Tensor) -> Tensor:
             _, dt, _, _, A, _, dt_bias = tensors

@@ -24,10 +24,10 @@ from alstlib.linear.adapters import mixers_of
 from alstlib.linear.adapters.gated_delta import GatedDelta, KimiDelta
 from alstlib.linear.adapters.mamba1 import Mamba1
 from alstlib.linear.adapters.mamba2 import Mamba2
-from alstlib.linear.ways import BLOCK
+from alstlib.linear.ways import CHUNK_SIZE
 
 SCAN = 2048
-"""Tokens of a block of Mamba-1's."""
+"""Tokens that Mamba-1's kernel works on at a time."""
 
 
 @contextlib.contextmanager
@@ -96,7 +96,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         if norm:
             rstd = some(q, q.numel() // q.shape[-1]), some(k, k.numel() // k.shape[-1])
             q, k = torch.empty_like(q), torch.empty_like(k)
-        solved, g = some(k, BLOCK * beta.numel(), k.dtype), torch.empty_like(g, dtype=torch.float32)
+        solved, g = some(k, CHUNK_SIZE * beta.numel(), k.dtype), torch.empty_like(g, dtype=torch.float32)
         out, end = torch.empty_like(v), v.new_empty(v.shape[0], v.shape[2], k.shape[3], v.shape[3], dtype=torch.float32)
         ctx.save_for_backward(q, k, v, g, beta, solved, start, *rstd)
         return out, end
@@ -105,7 +105,7 @@ class _GatedDeltaRule(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor, dend: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, g, beta, _, start, *_ = ctx.saved_tensors
         keys = v.numel() // v.shape[3] * k.shape[3]  # for each head of the state
-        states = keys * v.shape[3] // BLOCK  # before each block
+        states = keys * v.shape[3] // CHUNK_SIZE  # before each chunk
         dout, between = dout.contiguous(), some(k, 5 * keys + 4 * v.numel() + 2 * states, k.dtype)
         dstart, dbeta = alike(start, beta, dtype=torch.float32)
         dv, dg = alike(v, g)
