@@ -102,15 +102,13 @@ def causal_convolution(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, documents: Sequence[int] | None = None
 ) -> Tensor:
     """Each channel's own weighted sum of the last W tokens of a document. x [B, C, S], weight [C, W] -> [B, C, S]."""
-    (batch, _, length), width = x.shape, weight.shape[1]
-    first, out = first_tokens(batch, length, documents), torch.zeros_like(x)
-    for b in range(batch):
-        begin = 0
-        for t in range(length):
-            begin = t if first[b, t] else begin
-            for s in range(max(begin, t - width + 1), t + 1):
-                out[b, :, t] = out[b, :, t] + weight[:, width - 1 - t + s] * x[b, :, s]
-    return out if bias is None else out + bias[:, None]
+    (batch, _, length), width, at = x.shape, weight.shape[1], torch.arange(x.shape[2])
+    begin = torch.where(first_tokens(batch, length, documents), at, 0).cummax(1).values
+    out = torch.zeros_like(x) if bias is None else bias[:, None].expand_as(x)
+    for back in range(min(width, length)):
+        seen = (at - begin >= back).to(x.device)[:, None]  # the token so many places before is of the same document
+        out = out + weight[:, -1 - back, None] * x.roll(back, 2) * seen
+    return out
 
 
 def _token_by_token(

@@ -26,7 +26,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -144,13 +144,6 @@ def _efficient_backward(dout: Tensor, kept: Attended, scale: float, causal: bool
     return dq, dk, dv
 
 
-# ----- the plain formulas as a kernel: [S, S] is made, for checking
-
-
-def _eager_backward(dout: Tensor, kept: Attended, **how: Any) -> tuple[Tensor, ...]:
-    return reference.attention_backward(dout, *kept, **how)
-
-
 _ALL = [
     Backend("cpu", _cpu_forward, _cpu_backward, on="cpu"),
     Backend("cudnn", _cudnn_forward, _cudnn_backward, on="accelerator", multiple=8, granule=256, widths=True,
@@ -160,7 +153,9 @@ _ALL = [
     Backend("efficient", _efficient_forward, _efficient_backward, on="accelerator", multiple=8),
     *(Backend(name, *pair, softcap=True, packed_by=name) for name, (*_, pair) in PACKAGES.items()),
     Backend("blockwise", blockwise.forward, blockwise.backward, softcap=True, widths=True),
-    Backend("eager", reference.attention, _eager_backward, softcap=True, widths=True),
+    # the plain formulas, which make [S, S]: for checking
+    Backend("eager", reference.attention, lambda dout, kept, **how: reference.attention_backward(dout, *kept, **how),
+            softcap=True, widths=True),
 ]  # fmt: skip
 BACKENDS = {backend.name: backend for backend in _ALL}
 

@@ -186,12 +186,13 @@ def _deal(x: Tensor, chunk: int, ctx: SPContext, back: bool = False) -> Tensor:
 
 def _stripe_plan(tokens: int, chunk: int, ranks: int, rank: int) -> tuple[Tensor, list[int], list[int]]:
     """(this rank's tokens in the order in which they are sent, how many go to each rank, how many come from each)."""
-    chunks = [(lo * ranks, min(chunk, tokens - lo)) for lo in range(0, tokens, chunk)]
-    starts = torch.tensor([first + r * n for first, n in chunks for r in range(ranks)])
-    mine = rank * tokens + torch.arange(tokens)
-    to = (torch.searchsorted(starts, mine, right=True) - 1) % ranks
-    wanted = torch.cat([torch.arange(n) + first + rank * n for first, n in chunks])
-    count = [torch.bincount(t, minlength=ranks).tolist() for t in (to, wanted // tokens)]
+    at = torch.arange(tokens)
+    mine, begin = rank * tokens + at, at - at % chunk
+    to_begin = mine // (ranks * chunk) * chunk
+    # of a chunk that begins there in each slice, a rank has `chunk` tokens, or what is left
+    to = (mine - ranks * to_begin) // (tokens - to_begin).clamp(max=chunk)
+    come_from = (ranks * begin + rank * (tokens - begin).clamp(max=chunk) + at - begin) // tokens
+    count = [torch.bincount(ranks_of, minlength=ranks).tolist() for ranks_of in (to, come_from)]
     return torch.argsort(to, stable=True), count[0], count[1]
 
 
