@@ -3,11 +3,18 @@
 The public names are those of `__init__.pyi`, which editors read too. Each is imported when it is first used, so that
 `import alstlib` takes no time.
 
-Parts of a sequence have one name each, from large to small: a *slice* is what one rank holds of it; a *block*, the
-tokens of a slice that go through the whole model before the next ones; a *chunk*, those that go through one layer
+One word has one meaning. A micro-batch has *samples*; a sample has one or more *documents*, whose offsets are
+`cu_seqlens`. Parts of a sequence, from large to small: a *slice* is what one rank holds of it; a *block*, the tokens of
+a slice that go through the whole model before the next ones (`block_step`); a *chunk*, those that go through one layer
 before the next ones; a *tile*, those that a token-wise function takes at a time. A *page* holds the keys and values of
-some chunks or blocks of one layer. A *span* is a run of queries with the keys that they may see: a document's, in the
-rows at hand. A *shard* is a rank's part of the weights.
+some chunks or blocks of one layer. A *span* is a run of queries with the keys that they may see: those of one document.
+A *shard* is a rank's part of the weights.
+
+Attention has *queries* and *keys*, everything else has *tokens*. A *row* belongs to a table: the ablation, a sweep, or
+a data set. The *state* of a layer is what a recurrence carries from token to token. Other states are named with their
+kind: hidden states, optimizer states, model states (of ZeRO), random state, training state (of a run), and `PassState`,
+which says what a pass over the model was given. Names of others stay as they are: blockwise attention, and `chunk_size`
+of recurrences, the tokens that a kernel works on at a time.
 """
 
 import lazy_loader

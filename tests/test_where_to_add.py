@@ -30,6 +30,13 @@ def test_the_places_are_there():
     named = re.findall(r"`((?:alstlib|tests|papermill_runs)/[\w/.-]+)`", places)
     assert len(named) >= 8
     assert [name for name in named if not (ROOT / name).exists()] == []
+    for line in places.splitlines()[4:]:  # what a row names is in the files that it names
+        words = re.findall(r"`([\w/.-]+)`", line)
+        files = [ROOT / word for word in words if "/" in word]
+        text = "".join(
+            f.read_text(encoding="utf-8") for path in files for f in (path.rglob("*.py") if path.is_dir() else [path])
+        )
+        assert [word for word in words if "/" not in word and not re.search(rf"\b{word}\b", text)] == []
 
 
 def test_a_kernel(monkeypatch):

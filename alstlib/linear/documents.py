@@ -31,7 +31,7 @@ MOST_DOCUMENTS = 512
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class KernelRun:
     """One call: a document at an end of this rank's slice, whole samples, or several documents inside it."""
 
     at: tuple[Any, Any]
@@ -64,7 +64,7 @@ class Run:
 
 def runs_of(
     documents: Documents, shape: tuple[int, int], first: int, length: int, packed: bool, device: torch.device
-) -> list[Run]:
+) -> list[KernelRun]:
     """The calls for the tokens [first, first + L) of every sample.
 
     Args:
@@ -74,7 +74,7 @@ def runs_of(
     """
     batch, local = shape
     if documents is None:
-        return [Run((slice(0, batch), slice(0, local)), goes_on=first > 0, last=True)]
+        return [KernelRun((slice(0, batch), slice(0, local)), goes_on=first > 0, last=True)]
     runs, inside = [], []
     for span in document_spans(documents, batch, length, first, first + local):
         goes_on, last = span.end - span.queries > span.begin, span.at + span.queries == local
@@ -87,19 +87,19 @@ def runs_of(
     return [*runs, *once(documents, key, lambda: list(share(inside, device)))]
 
 
-def _stored(spans: Sequence[Span], **how: Any) -> Run:
+def _stored(spans: Sequence[Span], **how: Any) -> KernelRun:
     """Documents of one sample, of which each begins where the one before ends."""
     b, first, last = spans[0].batch, spans[0].at, spans[-1].at + spans[-1].queries
-    return Run((slice(b, b + 1), slice(first, last)), **how)
+    return KernelRun((slice(b, b + 1), slice(first, last)), **how)
 
 
-def _packed(spans: Sequence[Span], device: torch.device) -> Iterator[Run]:
+def _packed(spans: Sequence[Span], device: torch.device) -> Iterator[KernelRun]:
     for _, inside in groupby(spans, lambda span: span.batch):
         some = list(inside)
         yield _stored(some, packed=torch.tensor([0, *accumulate(span.queries for span in some)], device=device))
 
 
-def _side_by_side(spans: Sequence[Span], device: torch.device) -> Iterator[Run]:
+def _side_by_side(spans: Sequence[Span], device: torch.device) -> Iterator[KernelRun]:
     alike: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: span.queries, reverse=True):
         longest = alike[-1][0].queries if alike else 0
@@ -118,4 +118,4 @@ def _side_by_side(spans: Sequence[Span], device: torch.device) -> Iterator[Run]:
             for place, span in enumerate(some)
         ]
         batch, at, place, token = torch.cat(places, 1).to(device)
-        yield Run((batch, at), (place, token), (len(some), some[0].queries))
+        yield KernelRun((batch, at), (place, token), (len(some), some[0].queries))

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from alstlib.base.recompute import GradientSums, first_order
 from alstlib.kernels.spans import Documents
-from alstlib.linear.documents import Run, runs_of
+from alstlib.linear.documents import KernelRun, runs_of
 from alstlib.linear.rule import StateRule
 from alstlib.ulysses.alltoall import Exchange
 
@@ -62,8 +62,8 @@ def pass_state(
     runs = runs_of(documents, (batch, local), first, length, rule.packed is not None, tokens[0].device)
     train = torch.is_grad_enabled()
     needs = [train and t is not None and t.requires_grad for t in (*tensors, start)]
-    own = _Slice(rule, exchange, runs, (batch, local), len(tokens), {} if known is None else known, needs)
-    return _OverRanks.apply(own, start, *tensors)
+    own = _SliceCall(rule, exchange, runs, (batch, local), len(tokens), {} if known is None else known, needs)
+    return _StatesPassed.apply(own, start, *tensors)
 
 
 class _Ran(NamedTuple):
@@ -77,12 +77,12 @@ class _Ran(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Slice:
+class _SliceCall:
     """What one call does with this rank's tokens."""
 
     rule: StateRule
     exchange: Exchange
-    runs: Sequence[Run]
+    runs: Sequence[KernelRun]
     shape: Sequence[int]
     """[B, L]."""
     count: int
@@ -92,11 +92,11 @@ class _Slice:
     """Which of the tensors and, at the end, the state before the slice need a gradient; none where no backward
     follows."""
 
-    def of(self, run: Run, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def of(self, run: KernelRun, tensors: Sequence[Tensor]) -> list[Tensor]:
         """What a run takes of the tensors."""
         return [*(run.of(t) for t in tensors[: self.count]), *tensors[self.count :]]
 
-    def put(self, whole: Tensor | None, run: Run, part: Tensor) -> Tensor:
+    def put(self, whole: Tensor | None, run: KernelRun, part: Tensor) -> Tensor:
         """Write what a run gives for its tokens into a tensor [B, L, ..]."""
         if len(self.runs) == 1:
             return part
@@ -104,7 +104,7 @@ class _Slice:
         whole[run.at] = part if run.to is None else part[run.to]
         return whole
 
-    def run(self, run: Run, tensors: Sequence[Tensor], before: Tensor | None = None) -> _Ran:
+    def run(self, run: KernelRun, tensors: Sequence[Tensor], before: Tensor | None = None) -> _Ran:
         """A run from the state before the slice, or from zeros (None)."""
         rule, keep = self.rule, any(self.needs)
         leaves = [t.detach().requires_grad_(need) for t, need in zip(self.of(run, tensors), self.needs)]
@@ -117,7 +117,7 @@ class _Slice:
                 return _Ran(leaves, None, rule.from_zeros(*leaves), None)
             return _Ran(leaves, None, rule.packed(*leaves, offsets=run.packed), None)
 
-    def summary(self, tensors: Sequence[Tensor], ran: dict[Run, _Ran]) -> tuple[Tensor, Tensor]:
+    def summary(self, tensors: Sequence[Tensor], ran: dict[KernelRun, _Ran]) -> tuple[Tensor, Tensor]:
         """(M, U) of the slice, [B, H, ..]; `ran` has the runs that begin with zeros."""
         ms, us = [], []
         for run in (run for run in self.runs if run.last):
@@ -139,9 +139,9 @@ class _Slice:
         return states[-2 - self.exchange.rank if back else self.exchange.rank], states[-1]
 
 
-class _OverRanks(torch.autograd.Function):
+class _StatesPassed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own: _Slice, start: Any, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, own: _SliceCall, start: Any, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         runs, known, before = own.runs, own.known, start
         out: Any = None
         ran = {run: own.run(run, tensors) for run in runs if not run.goes_on}

@@ -346,7 +346,7 @@ def step_seconds(metrics: Json) -> float | None:
 
 
 def cells(rows: Sequence[Json], columns: Iterable[str] | None = None) -> tuple[dict[str, str], list[list[str]]]:
-    """Of `table`'s rows: the heading of each column, by its name, and the texts of each row. What was not measured is
+    """The heading of each column of `table`'s rows, by its name, and the texts of each row. What was not measured is
     `-`, and columns that are all so are left out."""
     names = columns or [n for n in rows[0] if n != "notes" and any(row[n] is not None for row in rows)]
     known = {name: COLUMNS.get(name, (name, str)) for name in names}

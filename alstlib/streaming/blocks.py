@@ -31,7 +31,7 @@ from alstlib.kernels.spans import Documents, document_spans
 from alstlib.offload.courier import Courier
 from alstlib.streaming.carried import Carried, Step
 from alstlib.streaming.chunked import RowChunk
-from alstlib.streaming.pages import LayerPages, _Page
+from alstlib.streaming.pages import HeldPage, LayerPages
 from alstlib.ulysses.attention import UlyssesAttention
 
 
@@ -61,7 +61,7 @@ class BlockPages(LayerPages):
     def begin(self, first: int) -> None:
         """The block whose rows begin here puts its keys and values in next, in place of what the page holds."""
         self.filled, self.open = first, None
-        self.held += [_Page() for _ in range(len(self.held), len(self.starts) - 1)]
+        self.held += [HeldPage() for _ in range(len(self.held), len(self.starts) - 1)]
         page = self.held[self.find(first)[0]]
         page.device, page.host, page.first = [], [], 0
 
@@ -72,7 +72,7 @@ class BlockPages(LayerPages):
         page = self.held[index]
         page.first = max(0, first - self.starts[index])
         if page.first >= len(page.device[0]):
-            self.held[index] = page = _Page()
+            self.held[index] = page = HeldPage()
         elif page.first:
             page.device = [t[page.first :].clone() for t in page.device]
         if self.courier is not None:
@@ -92,7 +92,7 @@ class BlockPages(LayerPages):
 
     def drop(self, index: int) -> None:
         """Let a page go altogether; a layer that does not attend has none."""
-        self.held[index : index + 1] = [_Page() for _ in self.held[index : index + 1]]
+        self.held[index : index + 1] = [HeldPage() for _ in self.held[index : index + 1]]
         self.open = None
 
 
@@ -113,7 +113,7 @@ class Blocks:
         self.starts = [*range(0, rows * ranks, block * ranks), rows * ranks]
         """The rows of the sequence at which blocks begin, and the end."""
         self.pages: list[BlockPages] = []
-        """Of each layer; none before it has been decided where they lie."""
+        """The pages of each layer; none until it is decided where they lie."""
         self.carried = Carried()
         self.begin(0, making=True)
 

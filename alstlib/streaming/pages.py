@@ -22,7 +22,7 @@ from alstlib.offload.courier import Courier
 from alstlib.ulysses.alltoall import Exchange
 
 
-class _Page:
+class HeldPage:
     """One page: on the device, on the host, or on both."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class LayerPages:
 
     def __init__(self, length: int, rows: int, courier: Courier | None = None) -> None:
         self.length, self.rows, self.courier = length, rows, courier
-        self.held = [_Page() for _ in range(-(-length // rows))]
+        self.held = [HeldPage() for _ in range(-(-length // rows))]
         self.filled = 0
         """Rows that are in place."""
         self.open: int | None = None
@@ -79,18 +79,18 @@ class LayerPages:
         if before is None or before == index or self.courier is None:
             return
         if before > index:
-            self.held[before] = _Page()
+            self.held[before] = HeldPage()
         else:
             self._leave(self.held[before])
 
-    def _leave(self, page: _Page) -> None:
+    def _leave(self, page: HeldPage) -> None:
         page.host, page.device = page.host or self._send(page, page.device, []), []
         self._send_sums(page)
 
-    def _send_sums(self, page: _Page) -> None:
+    def _send_sums(self, page: HeldPage) -> None:
         page.host_sums, page.sums = self._send(page, page.sums, page.host_sums), []
 
-    def _send(self, page: _Page, tensors: Sequence[Tensor], to: list[Tensor]) -> list[Tensor]:
+    def _send(self, page: HeldPage, tensors: Sequence[Tensor], to: list[Tensor]) -> list[Tensor]:
         """Send a page's tensors to the host: to where they lay before, if they did. Returns where they lie."""
         assert self.courier is not None
         to = to or [self.courier.empty(t.shape, t.dtype) for t in tensors]

@@ -122,7 +122,7 @@ def _tile(rows: int, width: int, vocabulary: int) -> int:
     return min(rows, 1 << (-(-rows // chunks) - 1).bit_length())
 
 
-class _Loss(Function):
+class _ReferenceLoss(Function):
     """Liger's `fused_linear_cross_entropy_forward` before 0.6.2, which sums the weight's gradient in place."""
 
     @staticmethod
@@ -235,7 +235,7 @@ def _loss(model: Any, fused: bool, ids: Tensor, at: Tensor) -> Tensor:
     if not fused:
         return model(input_ids=ids, position_ids=at, labels=ids, shift_labels=ids, use_cache=False).loss
     hidden = model.model(input_ids=ids, position_ids=at, use_cache=False).last_hidden_state
-    return _Loss.apply(hidden.view(-1, hidden.shape[-1]), model.lm_head.weight)
+    return _ReferenceLoss.apply(hidden.view(-1, hidden.shape[-1]), model.lm_head.weight)
 
 
 class ReferenceStack(Deep):

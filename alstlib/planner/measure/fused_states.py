@@ -86,7 +86,7 @@ def convolution(
     return _Convolution.apply(hidden_states, weight, bias)
 
 
-class _GatedDeltaRule(torch.autograd.Function):
+class _GatedDeltaKernel(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, start: Tensor | None, norm: bool
@@ -118,11 +118,11 @@ def gated_delta_rule(
     output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, **_: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """q, k [B, S, H, K], v [B, S, J, V], gates [B, S, J] -> [B, S, J, V] and the state [B, J, K, V] in fp32."""
-    out, end = _GatedDeltaRule.apply(query, key, value, g, beta, initial_state, use_qk_l2norm_in_kernel)
+    out, end = _GatedDeltaKernel.apply(query, key, value, g, beta, initial_state, use_qk_l2norm_in_kernel)
     return out, end if output_final_state else None
 
 
-class _Mamba2(torch.autograd.Function):
+class _Mamba2Kernel(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, D: Tensor | None, bias: Tensor | None,
@@ -155,11 +155,11 @@ def mamba2(
     dt_bias: Tensor | None = None, initial_states: Tensor | None = None, return_final_states: bool = False, **_: Any,
 ) -> Any:  # fmt: skip
     """x [B, S, J, P], dt [B, S, J], B and C [B, S, G, N] -> [B, S, J, P] and the state [B, J, P, N] in fp32."""
-    out, end = _Mamba2.apply(hidden_states, dt, B, C, A, D, dt_bias, initial_states, chunk_size)
+    out, end = _Mamba2Kernel.apply(hidden_states, dt, B, C, A, D, dt_bias, initial_states, chunk_size)
     return (out, end) if return_final_states else out
 
 
-class _Mamba1(torch.autograd.Function):
+class _Mamba1Kernel(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, bias: Tensor | None
@@ -182,7 +182,7 @@ def mamba1(
     z: Tensor | None = None, delta_bias: Tensor | None = None, return_last_state: bool = False, **_: Any,
 ) -> Any:  # fmt: skip
     """x and dt [B, C, S], A [C, N], B and C [B, N, S] -> [B, C, S] and the state [B, C, N] in fp32."""
-    out, end = _Mamba1.apply(hidden_states, dt, A, B, C, D, delta_bias)
+    out, end = _Mamba1Kernel.apply(hidden_states, dt, A, B, C, D, delta_bias)
     return (out, end) if return_last_state else out
 
 

@@ -164,7 +164,7 @@ def run_model(
 
 @contextmanager
 def some_of_many() -> Iterator[None]:
-    """Of many tiles, and of many blocks of blockwise attention, run the first and the last: those between take as much.
+    """Run the first and the last of many tiles, and of many blocks of blockwise attention: those between take as much.
     A step of an 8B with 98K rows takes 0.9 s instead of 1.9 s; 500K keys of two heads are 65,000 blocks."""
     with ExitStack() as stack:
         for module, name in ((compute, "tiles_of"), (logits, "tiles_of"), (blockwise, "_spans")):
