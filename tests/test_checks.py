@@ -87,3 +87,23 @@ def test_a_reader_sees_a_box_and_no_traceback(monkeypatch):
     (shown,) = seen.outputs
     assert shown.data["text/plain"] == 'not right yet: 4 is not <3>\nask for help with hint("03.2")'
     assert "4 is not &lt;3&gt;" in shown.data["text/html"]
+
+
+def test_an_answer_may_be_a_lambda_and_may_fail_by_itself(capsys, monkeypatch):
+    import checks
+
+    def check(answer):
+        assert answer(2) == 4, f"{answer(2)} is not 4"
+        return "4"
+
+    def unsupported(x):
+        return refuse(x)
+
+    def refuse(x):
+        raise NotImplementedError("no such operator")
+
+    monkeypatch.setattr(checks, "find", lambda name: checks.Exercise(check, (), ()))
+    checks.judge("03.1", lambda x: 2 * x)
+    assert capsys.readouterr().out == "right: 4\n"
+    with pytest.raises(NotImplementedError, match="no such operator"):
+        checks.judge("03.1", unsupported)

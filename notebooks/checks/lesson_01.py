@@ -16,8 +16,8 @@ from checks import Exercise
 Found = tuple[Tensor, Tensor, Tensor]
 
 
-class Largest(TorchDispatchMode):
-    """Notes the most rows of any tensor [rows, columns], but for the head's weight turned over, [width, columns]."""
+class Logits(TorchDispatchMode):
+    """Notes the most rows of any tensor [rows, columns] or [columns, rows], but for the head's weight."""
 
     def __init__(self, columns: int, width: int) -> None:
         super().__init__()
@@ -25,8 +25,12 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor) and out.ndim == 2 and out.shape[1] == self.columns and out.shape[0] != self.width:
-            self.rows = max(self.rows, out.shape[0])
+        if (
+            isinstance(out, Tensor)
+            and self.columns in out.shape
+            and (rows := out.numel() // self.columns) != self.width
+        ):
+            self.rows = max(self.rows, rows)
         return out
 
 
@@ -44,7 +48,7 @@ def check_z_loss(tiled_z_loss: Callable[..., Found]) -> str:
         token = torch.nn.functional.cross_entropy(z, labels[valid], reduction="none") + c * z.logsumexp(-1) ** 2
         want = (token.sum().detach(), *torch.autograd.grad(token.sum(), (hidden, weight)))
         inputs = f"{tokens} tokens, width {width}, {words} words, c={c}, tile={tile}"
-        with torch.no_grad(), Largest(words, width) as largest:
+        with torch.no_grad(), Logits(words, width) as largest:
             got = tiled_z_loss(hidden.detach().clone(), weight.detach().clone(), labels, c, tile)
         for name, mine, right in zip(("loss", "gradient of hidden", "gradient of weight"), got, want):
             mine = torch.as_tensor(mine, dtype=torch.float64)
@@ -66,6 +70,12 @@ def _z_loss(hidden: Tensor, weight: Tensor, labels: Tensor, c: float) -> Found:
 
 def all_at_once(hidden: Tensor, weight: Tensor, labels: Tensor, c: float, tile: int) -> Found:
     return _z_loss(hidden, weight, labels, c)
+
+
+def turned_over(hidden: Tensor, weight: Tensor, labels: Tensor, c: float, tile: int) -> Found:
+    """All logits at once, [vocabulary, tokens]."""
+    weight @ hidden.T
+    return by_tiles(hidden, weight, labels, c, tile)
 
 
 def by_tiles(
@@ -131,7 +141,7 @@ EXERCISES = {
             "so softmax(z) gets a factor for each row, one plus 2 c lse; the label still gets minus one; rows without "
             "a label have no gradient at all",
         ),
-        mistakes=(all_at_once, means_of_tiles, without_the_tail, without_the_square),
+        mistakes=(all_at_once, turned_over, means_of_tiles, without_the_tail, without_the_square),
     ),
     2: Exercise(
         check=check_tile,

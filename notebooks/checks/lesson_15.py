@@ -7,7 +7,7 @@ import torch
 
 from alstlib.base.reference import relative_error
 
-from . import Exercise
+from . import Exercise, Largest
 
 
 def ring(function: Callable[..., Any]) -> str:
@@ -18,7 +18,9 @@ def ring(function: Callable[..., Any]) -> str:
         qs, ks, vs = ([large * x[0] for x in made], [x[1] for x in made], [x[2] for x in made])
         case = f"{len(rows)} ranks with {rows} rows" + (", large scores" if large > 1 else "")
         want = (0.7 * torch.cat(qs, 1) @ torch.cat(ks, 1).mT).softmax(-1) @ torch.cat(vs, 1)
-        got = function([x.clone() for x in qs], [x.clone() for x in ks], [x.clone() for x in vs], 0.7)
+        given = [[x.clone() for x in xs] for xs in (qs, ks, vs)]
+        with Largest() as largest:
+            got = function(*given, 0.7)
         assert isinstance(got, list | tuple), f"{case}: a list of outputs is wanted"
         assert len(got) == len(rows), f"{case}: one output for each rank is wanted, not {len(got)}"
         for r, (out, right) in enumerate(zip(got, want.split(rows, 1))):
@@ -27,11 +29,20 @@ def ring(function: Callable[..., Any]) -> str:
             assert out.isfinite().all(), f"{case}: rank {r}: not all numbers are finite: do exponentials overflow?"
             error = relative_error(out, right)
             assert error < 1e-10, f"{case}: rank {r}: the output differs by {error:.1g} from attention over all keys"
+        block = heads * max(rows) * max(*rows, width)
+        assert largest.elements <= block, (
+            f"{case}: there was a tensor of {largest.elements} numbers, and what one block of keys needs has at most "
+            f"{block}: a rank never has the keys of several ranks at once"
+        )
     return "one rank to five, with slices of different lengths, and with scores in the hundreds"
 
 
 def _mean(qs: list[Any], ks: list[Any], vs: list[Any], scale: float) -> list[Any]:
     return [sum((scale * q @ k.mT).softmax(-1) @ v for k, v in zip(ks, vs)) / len(ks) for q in qs]
+
+
+def _no_ring(qs: list[Any], ks: list[Any], vs: list[Any], scale: float) -> list[Any]:
+    return [(scale * q @ torch.cat(ks, 1).mT).softmax(-1) @ torch.cat(vs, 1) for q in qs]
 
 
 def _overflow(qs: list[Any], ks: list[Any], vs: list[Any], scale: float) -> list[Any]:
@@ -67,7 +78,7 @@ EXERCISES = {
             "The block of step s on rank r is that of rank r - s. The logsumexp of both is torch.logaddexp of the two; "
             "the weight of each output is exp(its logsumexp - the logsumexp of both).",
         ),
-        mistakes=(_mean, _overflow, _own_block_only),
+        mistakes=(_mean, _no_ring, _overflow, _own_block_only),
     ),
     2: Exercise(
         check=ratio,

@@ -22,6 +22,8 @@ def inputs(function: Callable[..., Any]) -> str:
             assert torch.equal(got, made[layer]), f"{case}: this is not the input of layer {layer}"
             held = sum(i // k == layer // k for i in kept)
             assert held <= k, f"{case}: {held} inputs of one segment are kept at layer {layer}"
+            done = sorted(i for i in kept if i > layer)
+            assert not done, f"{case}: at layer {layer} the inputs of {done} are still kept, which are not needed again"
         least = count - len(range(0, count, k))
         assert ran.calls <= least, f"{case}: {ran.calls} layers ran in backward, and {least} are enough"
     return "every input, and each that was not kept is made once"
@@ -49,6 +51,12 @@ def _makes_each_again(kept: Any, layer: int, run: Any) -> Any:
     for i in range(start, layer):
         x = run(x, i)
     return x
+
+
+def _keeps_all(kept: Any, layer: int, run: Any) -> Any:
+    for i in range(max(i for i in kept if i <= layer), layer):
+        kept[i + 1] = run(kept[i], i)
+    return kept[layer]
 
 
 def _nearest(kept: Any, layer: int, run: Any) -> Any:
@@ -89,7 +97,7 @@ EXERCISES = {
             "Who asks for them next?",
             "Put each input that is made into `kept`. Nobody asks for the input of layer l again: take it out.",
         ),
-        mistakes=(_from_the_first, _makes_each_again, _nearest),
+        mistakes=(_keeps_all, _from_the_first, _makes_each_again, _nearest),
     ),
     2: Exercise(
         check=order,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
-from . import Exercise
+from . import Exercise, Largest
 
 IGNORED = -100
 
@@ -20,12 +20,18 @@ def divided_loss(function: Callable[..., Any]) -> str:
         case = f"{len(words)} ranks with {words} words, labels {labels.tolist()}"
         case += ", large logits" if large > 1 else ""
         want = cross_entropy(logits, labels, ignore_index=IGNORED)
-        got = function(list(logits.split(words, 1)), labels.clone())
+        parts = list(logits.split(words, 1))
+        with Largest() as largest:
+            got = function(parts, labels.clone())
         assert isinstance(got, torch.Tensor), f"{case}: a tensor is wanted, not {got!r}"
         assert got.numel() == 1, f"{case}: one number is wanted, not {got.numel()}"
         assert got.isfinite(), f"{case}: the loss is {got.item()}: do exponentials overflow?"
         error = abs(got.item() / want.item() - 1)
         assert error < 1e-10, f"{case}: the loss differs from cross_entropy of all words by {error:.1g}"
+        assert largest.elements <= tokens * max(words), (
+            f"{case}: there was a tensor of {largest.elements} numbers, more than the logits of any rank: "
+            "do not put the parts together"
+        )
     return "one rank to four, with different numbers of words, ignored labels and large logits"
 
 
@@ -36,6 +42,10 @@ def _of_its_own_words(parts: list[Any], labels: Any) -> Any:
         losses.append(cross_entropy(part[here], labels[here] - first, reduction="sum"))
         first += part.shape[1]
     return sum(losses) / (labels != IGNORED).sum()
+
+
+def _put_together(parts: list[Any], labels: Any) -> Any:
+    return cross_entropy(torch.cat(parts, 1), labels, ignore_index=IGNORED)
 
 
 def _over_all_tokens(parts: list[Any], labels: Any) -> Any:
@@ -75,7 +85,7 @@ EXERCISES = {
             "A rank whose words start at `first` has the label if first <= label < first + its number of words. "
             "Clamp the word number before `gather`, multiply by whether it is here, and leave out labels of -100.",
         ),
-        mistakes=(_of_its_own_words, _over_all_tokens, _overflow),
+        mistakes=(_put_together, _of_its_own_words, _over_all_tokens, _overflow),
     ),
     2: Exercise(
         check=crossing,

@@ -12,8 +12,8 @@ from torch import nn
 from alstlib import SPContext
 from alstlib.base import reference
 from alstlib.kernels.spans import Offsets
+from alstlib.linear.adapters import lightning
 from alstlib.linear.adapters.gated_delta import GatedDeltaRule
-from alstlib.linear.adapters.lightning import decayed_attention
 from alstlib.linear.adapters.mamba1 import SelectiveScan
 from alstlib.linear.convolution import causal_convolution
 from alstlib.linear.pass_state import pass_state
@@ -96,7 +96,7 @@ RULES = {
     "lightning attention": (
         lightning_inputs, reference.lightning,
         StateRule(
-            lambda q, k, v, slopes, initial_state: decayed_attention(q, k, v, slopes, 4, initial_state),
+            lambda q, k, v, slopes, initial_state: lightning.decayed_attention(q, k, v, slopes, 4, initial_state),
             lambda q, k, v, slopes: (-slopes * q.shape[1]).expand(q.shape[0], -1)[..., None, None],
         ), (2, 2),
     ),
@@ -223,6 +223,18 @@ def test_gradients_of_weights_are_summed_over_documents_in_fp32():
     out, _ = pass_state(RULES["Mamba-2"][2], (x, step, b, c), (a, d), Exchange(), Offsets(range(count + 1)))
     out.sum().backward()
     torch.testing.assert_close(d.grad, d.new_full((1,), count), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("length", [2 * lightning.AT_ONCE, 2 * 3 * lightning.AT_ONCE + 3])
+def test_chunks_of_lightning_attention_are_computed_together(length):
+    """Whole groups of chunks of two tokens, a group that is not full, and half a chunk."""
+    (q, k, v), (slopes,) = lightning_inputs(2, length, 3, 3)
+    made = [leaf(x) for x in (q, k, v, randn(2, 3, KEYS, VALUES, seed=5))]
+    got = lightning.decayed_attention(*made[:3], slopes, 2, made[3])
+    want = reference.lightning(*made[:3], slopes, made[3])
+    grads, plain = (torch.autograd.grad(sum((x * x).sum() for x in outs), made) for outs in (got, want))
+    for mine, right in zip((*got, *grads), (*want, *plain)):
+        assert reference.relative_error(mine, right) < TOLERANCE
 
 
 def test_a_second_backward_is_refused():

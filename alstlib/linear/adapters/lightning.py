@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from alstlib.linear.adapter import Adapter, LayerPart
 from alstlib.linear.rule import StateRule
 
+AT_ONCE = 64
+"""Chunks of the recurrence that are computed together: a loop over single chunks of a long sequence is thousands of small
+operations, on a GPU as in a simulation (a plan of MiniMax took over five minutes with it)."""
 MADE_OF = {"qkv_proj", "act_fn", "norm", "output_gate", "out_proj", "slope_rate", "block_size", "head_dim"}
 """It calls no function for its recurrence, and is known by these."""
 
@@ -57,10 +60,20 @@ def decayed_attention(
     wide = torch.promote_types(v.dtype, torch.float32)
     state = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3], dtype=wide)
     state, slope, outs = state if initial_state is None else initial_state, slopes.to(wide)[:, None, None], []
-    for q_i, k_i, v_i in zip(*(t.transpose(1, 2).to(wide).split(chunk_size, 2) for t in (q, k, v))):
-        at = torch.arange(1, q_i.shape[2] + 1, device=q.device, dtype=wide)[:, None]
-        inside = (q_i @ k_i.mT) * (slope * (at.mT - at)).exp().tril()  # no token sees later ones
-        outs.append(inside @ v_i + q_i * (-slope * at).exp() @ state)
-        ends = k_i * (slope * (at - len(at))).exp()
-        state = state * (-slope * len(at)).exp() + ends.mT @ v_i
+    whole, rest = divmod(q.shape[1], chunk_size)
+    pieces = [(n * chunk_size, chunk_size) for n in (AT_ONCE,) * (whole // AT_ONCE) + (whole % AT_ONCE,)] + [(rest, rest)]
+    sizes, chunks = zip(*((size, part) for size, part in pieces if size))
+    parts = zip(chunks, *(t.transpose(1, 2).to(wide).split(sizes, 2) for t in (q, k, v)))
+    for tokens, q_i, k_i, v_i in parts:
+        q_i, k_i, v_i = (t.unflatten(2, (-1, tokens)) for t in (q_i, k_i, v_i))  # [B, H, chunks, tokens, K or V]
+        at = torch.arange(1, tokens + 1, device=q.device, dtype=wide)[:, None]
+        decay = slope[:, None]  # for each head, of a token
+        inside = (q_i @ k_i.mT) * (decay * (at.mT - at)).exp().tril()  # no token sees later ones
+        ends = (k_i * (decay * (at - tokens)).exp()).mT @ v_i  # what each chunk adds to the state
+        ended = torch.arange(q_i.shape[2] + 1, device=q.device, dtype=wide)[:, None]  # chunks before a start
+        later = (ended - 1 - ended[:-1].mT).clamp(min=0)  # chunks between the end of one and the start of another
+        starts = ((-slope * tokens * later).exp().tril(-1) @ ends.flatten(3)).unflatten(3, state.shape[2:])
+        starts = starts + (-slope * tokens * ended).exp()[..., None] * state[:, :, None]
+        outs.append((inside @ v_i + q_i * (-decay * at).exp() @ starts[:, :, :-1]).flatten(2, 3))
+        state = starts[:, :, -1]
     return torch.cat(outs, 2).transpose(1, 2).to(v.dtype), state
