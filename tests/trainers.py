@@ -15,7 +15,7 @@ import alstlib
 from alstlib.hf.saving import full_weights
 from alstlib.runs.train import operators
 
-STEPS = 20
+STEPS = 10
 SETTINGS = {
     "per_device_train_batch_size": 1, "per_device_eval_batch_size": 2, "gradient_accumulation_steps": 2,
     "max_steps": STEPS, "logging_steps": 1, "learning_rate": 2e-3, "save_strategy": "no", "report_to": [],
@@ -24,8 +24,8 @@ SETTINGS = {
 OPTIONS = {"tiles": {"mlp": 5, "loss": 7, "norm": True}, "offload": True}
 
 
-def samples(count=43, seed=3):
-    """Samples of unequal lengths and numbers of labels; two of the first twenty have none at all."""
+def samples(count=20, seed=3):
+    """Samples of unequal lengths and numbers of labels; two have none at all."""
     g = torch.Generator().manual_seed(seed)
     made = []
     for i in range(count):
@@ -113,7 +113,7 @@ def dtype_of(engine):
 
 def train(
     rank, world, how, engine = "ddp", *, kind = "gqa",
-    lora = False, count = 43, sp = None, resume = None,
+    lora = False, count = 20, sp = None, resume = None,
     options = None, folder = None,
     data = None, evaluate = False, targets = (), extra = None,
     dtype = None, collator = None, loss = None, classes = None, **settings,

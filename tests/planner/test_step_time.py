@@ -1,6 +1,7 @@
 """The timeline of one layer: its parts add up to those of a step, and nothing overlaps that takes turns."""
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from quick_steps import quick  # noqa: F401
 
 from alstlib.base.config import RunConfig, row_config
 from alstlib.figures import step_plots
+from alstlib.planner import devices, preflight
 from alstlib.planner.activations import activations, kernel_of
 from alstlib.planner.gpus import rates_of
 from alstlib.planner.machine import Machine
@@ -20,6 +22,7 @@ from alstlib.planner.step_time import (
     linear_flops,
     step_seconds,
 )
+from alstlib.runs import launch
 
 SHAPE = read_shape("meta-llama/Llama-3.1-8B")
 RATES = rates_of("H100")
@@ -134,3 +137,25 @@ def test_pairs_of_full_and_sliding_layers():
     for share in (1, 0.5):
         want = whole / 2 * (share + 2 * 4096 / 10**6)
         assert attention_flops(shape, 10**6, share) == pytest.approx(want, rel=0.01)
+
+
+def test_the_longest_row_of_the_paper_ends_within_its_time_limit(monkeypatch):
+    """Its step takes 6,455 s."""
+    monkeypatch.setattr(devices, "first_gpu", lambda: ("NVIDIA H100 80GB HBM3", 80 * 2**30))
+    fields = {"model.name": "llama-3.1-8b", "data.seq_len": "3.7M", "optim.steps": 3, "output.checkpoint_every": 1}
+    run = launch.resolve(row_config("alst", RunConfig.from_dict(fields)), gpus=8)
+
+    def limit(**changes):
+        return preflight.time_limit(run.replace(**changes), 1, 8)
+
+    seconds, which = limit()
+    assert 5 * 3 * 6455 < seconds < 7 * 86400
+    assert preflight.limits(run, 1, 8)[1] > 5 * 6455
+    assert "(10 times the prediction; limits.timeout=SECONDS sets another, 0 none)" in which
+    assert limit(search=True)[0] > 2 * seconds
+    short = limit(data={"seq_len": 1024}, output={"checkpoint_every": 0})
+    assert "the time limit of 1:00:00 (the shortest default" in short[1]
+    assert limit(limits={"timeout": 0}) == (math.inf, "no time limit (limits.timeout=0)")
+    assert limit(limits={"timeout": 300}) == (300, "limits.timeout=300 s")
+    on_cpus = preflight.time_limit(RunConfig(engine={"world_size": 2, "sp": 2}), 1, 0)
+    assert on_cpus[1].partition("24:00:00 (")[2].startswith("no time is predicted")

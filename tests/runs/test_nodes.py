@@ -15,7 +15,7 @@ import psutil
 import pytest
 import yaml
 from cases import check_refused, lines_of, listening, living, make_file, reads_proc, values_of, wait_for
-from test_launch import PATHS, hanging, in_thread, processes_of, result_of, start, with_gpus
+from test_launch import PATHS, hanging, in_thread, later, processes_of, result_of, start, with_gpus
 
 from alstlib.base import sizing
 from alstlib.runs import cli, cluster, launch, processes, results, torchrun
@@ -194,10 +194,13 @@ def test_nodes_that_fail_are_named(tmp_path):
 @pytest.mark.launch
 @pytest.mark.usefixtures("two_nodes")
 @reads_proc
-def test_the_ranks_of_both_nodes_say_where_they_are(tmp_path):
-    with pytest.raises(launch.RunFailed, match=r"Timeout: the run took longer than limits\.timeout=25 s") as e:
-        start("hang", tmp_path, timeout=25, world_size=2)
-    message = e.value.result["error"]["message"]
+def test_the_ranks_of_both_nodes_say_where_they_are(tmp_path, monkeypatch):
+    run = in_thread("hang", tmp_path, timeout=300, world_size=2)
+    assert wait_for(lambda: len(list(tmp_path.glob("started.[01]"))) == 2)
+    monkeypatch.setattr(launch, "time", later(300))
+    ended = run.exception(200)
+    assert "Timeout: the run took longer than limits.timeout=300 s" in str(ended)
+    message = ended.result["error"]["message"]
     assert all(f"rank {rank}: in main (fake_worker.py, line " in message for rank in (0, 1))
     assert not of_run(tmp_path)
 

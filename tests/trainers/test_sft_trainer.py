@@ -32,7 +32,7 @@ ENGINES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_train_as_one_process(ranks2, case):
-    """20 steps of two micro-batches of two samples of unequal lengths: all that is logged, and the weights."""
+    """10 steps of two micro-batches of two samples of unequal lengths: all that is logged, and the weights."""
     _, found = as_one_process(ranks2, CASES[case])
     assert {"entropy", "mean_token_accuracy", "num_tokens", "eval_loss", "eval_entropy"} <= found
     assert ("aux_loss" in found) == ("eval_aux_loss" in found) == (case == "a mixture of experts")
@@ -40,7 +40,7 @@ def test_two_ranks_train_as_one_process(ranks2, case):
 
 @pytest.mark.parametrize("case", ENGINES)
 def test_engines_and_a_resume_in_the_middle_of_an_epoch(ranks2, tmp_path, case):
-    """20 steps, and those after the seventh, which is in the second epoch, again from what was saved then."""
+    """10 steps, and those after the seventh, which is in the second epoch, again from what was saved then."""
     engine, settings = ENGINES[case]
     want, folder = plain(settings), {"output_dir": str(tmp_path)}
     assert [1 < line["epoch"] < 2 for line in want["logs"] if line["step"] == 7] == [True]

@@ -11,6 +11,7 @@ from pictures import IMAGE, document, rows_of, small_vlm
 from torch.utils.data import IterableDataset
 from trainers import (
     SETTINGS,
+    STEPS,
     accelerate_here,
     as_one_process,
     check_runs,
@@ -37,7 +38,7 @@ EVALUATED = {"evaluate": True, "eval_strategy": "steps", "eval_steps": 5}
     "engine, lora", [*((engine, False) for engine in ENGINES), ("ddp", True), ("zero3", True), ("fsdp2", True)]
 )
 def test_two_ranks_train_as_one_process(ranks2, engine, lora):
-    """20 steps of two micro-batches of unequal lengths, two of them without a valid token; evaluation every 5 steps."""
+    """10 steps of two micro-batches of unequal lengths, two of them without a valid token; evaluation every 5 steps."""
     settings = {"lora": lora, **EVALUATED}
     runs = ranks2(run, "ours", engine, settings)
     check_runs(runs, plain(settings))
@@ -185,7 +186,7 @@ def test_neftune_is_as_loud_as_in_one_process(ranks2):
 def test_a_resume_with_another_degree(ranks2, tmp_path, sampling):
     settings = {"count": 9, "train_sampling_strategy": sampling, "folder": str(tmp_path)}
     whole = ranks2(run, "ours", "ddp", {**settings, "save_strategy": "steps", "save_steps": 7})
-    assert sorted(line["step"] for line in whole[0]["logs"]) == list(range(1, 21))
+    assert sorted(line["step"] for line in whole[0]["logs"]) == list(range(1, STEPS + 1))
     alone = {"how": "plain"} if sampling == "random" else {"how": "ours", "sp": 1}  # which has an order of its own
     check_runs(whole[:1], train(0, 1, count=9, train_sampling_strategy=sampling, **alone))
     got = train(0, 1, "ours", **settings, sp=1, resume=f"{tmp_path}/checkpoint-7")
