@@ -138,11 +138,13 @@ def test_a_model_that_mixes_tokens_in_its_own_code(tmp_path):
 
 
 def test_a_wrong_gradient_is_named(here, monkeypatch, answer):
+    """The nearest to a mistake that spoils all before it: a layer's norms are its last parameters, but run first."""
     step = verify.attached_step
 
     def wrong(*args):
         loss, grads = step(*args)
-        return loss, {n: g * 1.0001 if n.endswith("k_proj.weight") else g for n, g in grads.items()}
+        spoilt = ("k_proj.weight", "input_layernorm.weight")
+        return loss, {n: g * 1.0001 if n.endswith(spoilt) else g for n, g in grads.items()}
 
     monkeypatch.setattr(verify, "attached_step", wrong)
     case = answer("verify tiny --sp 1", 1)["cases"][0]

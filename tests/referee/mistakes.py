@@ -50,15 +50,16 @@ class Backward(Ours):
 
 
 class Reduction(Ours):
-    """The gradient of one weight is not summed over the ranks."""
+    """The gradients of a projection and of the norm before it, a later parameter, are not summed over the ranks."""
 
     def step(self, batches):
         import torch.distributed as dist
 
         mean = super().step(batches)
-        weight = self.model.model.layers[0].self_attn.k_proj.weight
+        layer = self.model.model.layers[0]
         if dist.get_rank() == 0:
-            weight.grad *= 0.5
+            for module in (layer.self_attn.k_proj, layer.input_layernorm):
+                module.weight.grad *= 0.5
         return mean
 
 

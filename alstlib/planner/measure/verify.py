@@ -10,7 +10,7 @@ import functools
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, get_args
 from unittest import mock
 
@@ -149,7 +149,8 @@ def compare(
         with handle:
             if block is not None and handle.facts.not_by_blocks:
                 return {"result": "refused", "reason": f"ValueError: {handle.facts.not_by_blocks}"}
-            mean, got = attached_step(handle, data, block)
+            with _order_of(model) as order:
+                mean, got = attached_step(handle, data, block)
     except Exception as e:
         return {"result": "crash", "reason": why(e)}
     try:
@@ -162,8 +163,8 @@ def compare(
     made = {"dtype": str(model.dtype), "loss": loss_error, "gradient": max(errors.values()), "notes": handle.notes}
     if loss_error < exact[model.dtype][0] and not wrong and changed is None:
         return {"result": "exact", "reason": "", **made}
-    last = f"gradient of {wrong[-1]}" if wrong else "loss"  # backward comes there first
-    return {"result": "wrong", "reason": f"{changed} has changed" if changed else last, **made}
+    nearest = f"gradient of {last_run(wrong, order)}" if wrong else "loss"
+    return {"result": "wrong", "reason": f"{changed} has changed" if changed else nearest, **made}
 
 
 def judge(make: Callable[[torch.dtype], Any], cases: Mapping[str, Callable[[Any], Outcome]]) -> dict[str, Outcome]:
@@ -179,6 +180,37 @@ def judge(make: Callable[[torch.dtype], Any], cases: Mapping[str, Callable[[Any]
 
 
 # ----- what differs
+
+
+@contextlib.contextmanager
+def _order_of(model: nn.Module) -> Iterator[dict[str, int]]:
+    """Collects the modules' places in the order in which their first calls end."""
+    order: dict[str, int] = {}
+
+    def note(name: str, *_: Any) -> None:
+        order.setdefault(name, len(order))  # a checkpoint runs a module again
+
+    with contextlib.ExitStack() as hooks:
+        for name, module in model.named_modules():
+            hooks.callback(module.register_forward_hook(functools.partial(note, name)).remove)
+        yield order
+
+
+def last_run(parameters: Iterable[str], order: Mapping[str, int]) -> str:
+    """The parameter whose module runs last: backward comes there first, so of wrong gradients it is nearest to the
+    mistake. A module that is not called counts as the one around it.
+
+    Args:
+        order: of modules; the model itself is the last.
+    """
+
+    def place(parameter: str) -> int:
+        module = parameter.rpartition(".")[0]
+        while module and module not in order:
+            module = module.rpartition(".")[0]
+        return order.get(module, len(order))
+
+    return max(parameters, key=place)
 
 
 def _watched(model: nn.Module, step: Callable[[], Any]) -> dict[str, list[Tensor]]:

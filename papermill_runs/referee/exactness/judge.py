@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alstlib.planner.measure.verify import errors_of, first_rows
+from alstlib.planner.measure.verify import errors_of, first_rows, last_run
 
 EXACT = 1e-5
 """Largest relative error in fp32."""
 ROUNDING = 3.0
 """A larger error is rounding if it is at most this many times that of plain transformers: of its fp32 against fp64, of
 its bf16 against fp32."""
+PEFT = "base_model.model."
+"""What comes before the names of a model with adapters."""
 NUMBERS = {"loss": "loss", "eval_loss": "evaluation loss", "grad_norm": "gradient norm"}
 Found = Mapping[str, Any]
 
@@ -80,7 +82,7 @@ def _factor(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
 
 def first(ranks: Sequence[Found], want: Found) -> dict[str, str]:
     """What differs first: what goes into a module or comes out of it; or the gradient of that, in the order of
-    backward; or the gradient of a weight.
+    backward; or the gradient of a weight, whose module is the last to run of those with wrong ones.
 
     Ranks may see every gradient times a common number, which their engine puts right: only the proportions count."""
     seen = _Slices(ranks, want)
@@ -99,7 +101,9 @@ def first(ranks: Sequence[Found], want: Found) -> dict[str, str]:
             return {"first": f"{before}the gradient of {name}"}
     wrong = [n for n, e in gradient_errors(ranks[0], want).items() if e > EXACT] if want["gradients"] else []
     if wrong and len(wrong) < len(want["gradients"]):
-        return {"first": f"the gradient of {wrong[-1]}"}  # backward comes there first
+        done = (n.removeprefix("the output of ") for n in want["values"] if n.startswith("the output of "))
+        order = {name: place for place, name in enumerate(done)}
+        return {"first": f"the gradient of {last_run((n.removeprefix(PEFT) for n in wrong), order)}"}
     return {"first": "no module: how gradients are summed over ranks or batches, or what is reported"}
 
 

@@ -18,6 +18,7 @@ from alstlib.planner.measure.small import build
 from alstlib.planner.measure.verify import in_full
 
 from .cases import DATA, EAGER, IGNORE, MODELS, WIDTHS, Case, even
+from .judge import PEFT
 
 LEARNING_RATE, EPSILON = 2e-3, 1e-6
 """AdamW's own epsilon is smaller: rounding of gradients near zero would decide what the weights become."""
@@ -105,7 +106,7 @@ class Watch:
         self.values: dict[str, list[Tensor]] = {}
         self.gradients: dict[str, list[Tensor]] = {}
         for name, module in model.named_modules():
-            name = name.removeprefix("base_model.model.") or "the model"
+            name = name.removeprefix(PEFT) or "the model"
             module.register_forward_pre_hook(self._noting(f"the input of {name}"))
             module.register_forward_hook(self._noting(f"the output of {name}"))
 
