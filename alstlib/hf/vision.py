@@ -289,7 +289,7 @@ LAYOUTS: dict[str, Callable[[Any, Any, Any], ImageLayout | None]] = {
     **dict.fromkeys(
         ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _by_patches(True)
     ),
-    **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v", "glmga", "glm_ocr", "paddleocr_vl"), _by_patches(False)),
+    **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v", "glmga", "glm_ocr"), _by_patches(False)),
     "cosmos3_omni": _by_patches(False),
 }
 """What makes the layout of a model, by its type: of its base model, its config and that of its tower."""
