@@ -1,10 +1,14 @@
 """Small models that read images, samples with images and videos, and what plain transformers makes of them."""
 
 import copy
+import functools
 
 import torch
 import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 from zoo import VOCAB
 
 IMAGE, VIDEO = 90, 91
@@ -109,10 +113,10 @@ def document(name, parts, seed=0):
 def joined(documents, lengths=True):
     """Documents packed into one row."""
     names = {n: None for one in documents for n in one}
-    nested = {n: documents[0][n].ndim == 5 for n in names if n in documents[0]}
+    nested = any(one["pixel_values"].ndim == 5 for one in documents if "pixel_values" in one)
     made = {}
     for name in names:
-        along = 1 if name in ("input_ids", "labels") or nested.get(name) else 0
+        along = 1 if name in ("input_ids", "labels") or (nested and name.startswith("pixel")) else 0
         made[name] = torch.cat([one[name] for one in documents if name in one], along)
     return {**made, "document_lengths": [[one["input_ids"].shape[1] for one in documents]]} if lengths else made
 
@@ -147,3 +151,53 @@ def plain_vlm(model, documents):
         total = total + nn.functional.cross_entropy(logits, one["labels"][:, 1:].flatten(), reduction="sum") / tokens
     total.backward()
     return total.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+WORDS = [f"w{i}" for i in range(IMAGE - 6)]
+CHAT = (
+    "{% for m in messages %}{{ 'A: ' if m['role'] == 'assistant' else 'U: ' }}{% for part in m['content'] %}"
+    "{{ ' w0 <|image_pad|> w1 ' if part['type'] == 'image' else part['text'] }}{% endfor %} . {% endfor %}"
+)
+
+
+class Processor(Qwen2VLProcessor):
+    """Qwen2-VL's own without videos, which need torchvision."""
+
+    def __init__(self, image_processor=None, tokenizer=None, chat_template=None):
+        self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
+        self.image_token_id, self.video_token_id = IMAGE, VIDEO
+        transformers.ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+
+
+@functools.cache
+def processor():
+    """Makes batches for the small qwen2_vl: one token for each word, patches of 2 x 2 pixels."""
+    names = ["<pad>", "<eos>", "<unk>", "A:", "U:", ".", *WORDS, "<|image_pad|>", "<|video_pad|>"]
+    made = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    text = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
+        additional_special_tokens=["<|image_pad|>", "<|video_pad|>"],
+    )  # fmt: skip
+    images = Qwen2VLImageProcessorPil(
+        patch_size=2, temporal_patch_size=2, merge_size=2, size={"shortest_edge": 16, "longest_edge": 400}
+    )
+    return Processor(images, text, CHAT)
+
+
+def conversations(count, seed=3):
+    """Samples as TRL has them: `images` and `messages`, with one to three images of several sizes each."""
+    from PIL import Image
+
+    g, made = torch.Generator().manual_seed(seed), []
+
+    def text(least, most):
+        length = int(torch.randint(least, most, (1,), generator=g))
+        return " ".join(WORDS[i] for i in torch.randint(0, len(WORDS), (length,), generator=g))
+
+    for i in range(count):
+        sides = torch.randint(1, 4, (1 + i % 3, 2), generator=g) * 4
+        images = [torch.randint(0, 256, (h, w, 3), generator=g, dtype=torch.uint8) for h, w in sides.tolist()]
+        messages = [{"role": "user", "content": text(1, 6)}, {"role": "assistant", "content": text(2, 12)}]
+        made.append({"images": [Image.fromarray(one.numpy()) for one in images], "messages": messages})
+    return made

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from cases import VOCAB, make_model
 from datasets import Dataset, load_from_disk
+from pictures import conversations, processor, small_vlm
 from tokenizers import Tokenizer, models, pre_tokenizers
 from trainers import dtype_of, lora_of
 from transformers import MixtralConfig, PreTrainedTokenizerFast
@@ -31,7 +32,9 @@ def tokenizer():
 
 
 def dataset(what, count):
-    """Samples of unequal lengths: `text`, `prompt`, `completion`, `chat` or `pairs`."""
+    """Samples of unequal lengths: `text`, `prompt`, `completion`, `chat`, `pairs`, or `images`."""
+    if what == "images":
+        return Dataset.from_list(conversations(count))
     g = torch.Generator().manual_seed(3)
 
     def text():
@@ -157,6 +160,9 @@ def with_trl(
         extra["ref_model"] = make_model(seed=1).to(dtype_of(engine))
     if lora:
         extra["peft_config"] = lora_of(())
+    if what == "images":
+        extra["processing_class"] = processor()
+        settings = {"kind": functools.partial(small_vlm, "qwen2_vl", dtype_of(engine)), **settings}
     classes = (
         getattr(trl, f"{trainer}Trainer"),
         getattr(trl, f"{trainer}Config"),

@@ -30,6 +30,8 @@ FORMATS = {
 """Columns of each format, in the order in which a row is asked for them. The first column of each must have a value."""
 WHOLE = {"prompt and completion": ("completion", "prompt"), "instruction and output": ("output", "instruction")}
 """Columns that a data set must have for a format, where that is more than the first."""
+IMAGES = ("images", "image")
+"""Columns of images beside those of a format, as TRL has them. A row that has any is refused by `samples`."""
 KNOWN = "text; messages or conversations; prompt and completion; instruction and output; input_ids"
 SPEAKERS = {
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
@@ -58,7 +60,7 @@ def canonical_columns(corpus: Any) -> Any:
         if set(WHOLE.get(kind, columns[:1])) <= set(features):
             keep |= dict.fromkeys(name for name in columns if name in features)
     if keep:
-        return corpus.select_columns(list(keep))
+        return corpus.select_columns([*keep, *(name for name in IMAGES if name in features)])
     texts = [name for name, f in features.items() if getattr(f, "dtype", "") in ("string", "large_string")]
     if len(texts) != 1:
         raise ValueError(

@@ -77,6 +77,23 @@ class ImageLayout:
             made.positions = self._positions(fields, whole, images, frames)
         return made
 
+    def joined(self, images: list[Fields]) -> Fields:
+        """The fields of these images, one after another, as the model takes them; of a blank one where there are
+        none."""
+        images = images or [self.blank()]
+        made = {name: torch.cat([one[name] for one in images]) for name in images[0]}
+        return {name: value[None] for name, value in made.items()} if self.nested else made
+
+    def chosen(self, given: Mapping[str, Tensor], lengths: list[int], places: list[int]) -> Fields:
+        """Of the fields of a rank's images, which have so many rows in pixel_values, those of the images at these
+        places."""
+        fields = {name: value[0] if self.nested else value for name, value in given.items()}
+        each = {
+            name: value.split(lengths if name == "pixel_values" else [1] * len(lengths))
+            for name, value in fields.items() if places
+        }  # fmt: skip
+        return self.joined([{name: parts[i] for name, parts in each.items()} for i in places])
+
     def _pieces(self, fields: Fields, ids: Tensor, kind: str, token: int) -> list[ImagePiece]:
         """What the tower runs at once, one after another: images, or frames of videos."""
         at = (ids == token).flatten().nonzero().flatten()
@@ -177,7 +194,41 @@ class FeaturePlan:
     from_ranks: list[int]
     """Number of features that each rank sends."""
     order: Tensor
-    """Places, among the features that arrive, of those of this slice's placeholders, in order."""
+    """Places, among the features that arrive, of those of this rank's placeholders, in order."""
+    images: list[int]
+    """Places of the images that this rank's tower runs on, among those that it is dealt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DealtImages:
+    """Which rank runs which image of a batch, and where its placeholders are, as one rank knows it."""
+
+    at: list[Tensor]
+    """For each image, the places of its placeholders in the flattened batch [B * P]."""
+    owners: list[int]
+    """For each image, the rank that it is dealt to."""
+    lengths: list[int]
+    """For each image of this rank, the rows that it has in pixel_values."""
+    padded: int
+    """Tokens of a padded row: P."""
+    sp: int
+    sp_rank: int
+    plans: dict[tuple[int | None, int | None], FeaturePlan] = field(default_factory=dict)
+    """What `plan` has made."""
+
+    def plan(self, stripe: int | None = None, block: int | None = None) -> FeaturePlan:
+        """The plan of this rank, made once.
+
+        Args:
+            stripe: the tokens of a rank in each stripe, where tokens are dealt out (`alltoall.stripe`); None: each rank
+                has its slice.
+            block: only the placeholders of this stripe of all ranks count, and only their images run; None: all.
+        """
+        if (stripe, block) not in self.plans:
+            self.plans[stripe, block] = plan_features(
+                self.at, self.owners, self.padded, self.sp, self.sp_rank, stripe, block
+            )
+        return self.plans[stripe, block]
 
 
 @dataclass
@@ -195,16 +246,19 @@ class BatchImages:
 
     def cut(self, sp: int, sp_rank: int) -> dict[str, Any]:
         """What one rank is given of the images: pixel_values and sizes of those that it is dealt (a blank one, where it
-        is dealt none), `image_plan`, a `FeaturePlan`, and image_positions [B, L, 3], where the model has such."""
+        is dealt none), `image_plan`, which is `DealtImages`, and image_positions [B, L, 3], where the model has
+        such."""
         if sp not in self.owners:
             width = 6 * self.layout.width  # products with weights take 24 n width^2 of a layer, attention 4 n^2 width
             self.owners[sp] = deal([len(p.fields["pixel_values"]) * (len(p.at) + width) for p in self.pieces], sp)
         owners = self.owners[sp]
-        mine = [p.fields for p, owner in zip(self.pieces, owners) if owner == sp_rank] or [self.layout.blank()]
-        given: dict[str, Any] = {name: torch.cat([one[name] for one in mine]) for name in mine[0]}
-        if self.layout.nested:
-            given = {name: value[None] for name, value in given.items()}
-        given["image_plan"] = plan_features([p.at for p in self.pieces], owners, self.padded, sp, sp_rank)
+        mine = [p.fields for p, owner in zip(self.pieces, owners) if owner == sp_rank]
+        dealt = DealtImages(
+            at=[p.at for p in self.pieces], owners=owners, lengths=[len(one["pixel_values"]) for one in mine],
+            padded=self.padded, sp=sp, sp_rank=sp_rank,
+        )  # fmt: skip
+        dealt.plan()  # here, where a loader may run ahead, and not in the step
+        given: dict[str, Any] = {**self.layout.joined(mine), "image_plan": dealt}
         if self.positions is not None:
             given["image_positions"] = self.positions.chunk(sp, 1)[sp_rank].clone()
         return given
@@ -219,23 +273,40 @@ def deal(costs: list[int], ranks: int) -> list[int]:
     return owners
 
 
-def plan_features(at: list[Tensor], owners: list[int], padded: int, sp: int, sp_rank: int) -> FeaturePlan:
-    """The plan of one rank.
-
-    Args:
-        at: for each image, the places of its placeholders in the flattened batch.
-        owners: the rank that each image is dealt to.
-        padded: tokens of a padded row, of which each of the `sp` ranks has an equal slice.
-    """
+def plan_features(
+    at: list[Tensor], owners: list[int], padded: int, sp: int, sp_rank: int, stripe: int | None = None,
+    block: int | None = None,
+) -> FeaturePlan:  # fmt: skip
+    """The plan of one rank; the arguments are those of `DealtImages`, and of its `plan`."""
     places = torch.cat([*at, torch.empty(0, dtype=torch.int64)])
-    source = torch.repeat_interleave(torch.tensor(owners, dtype=torch.int64), torch.tensor([*map(len, at)]).long())
-    target = places % padded // (padded // sp)
-    sent, here = source == sp_rank, target == sp_rank
-    most = int(places.max()) + 1 if len(places) else 1
-    arrival = torch.argsort(source[here] * most + places[here])
+    image = torch.repeat_interleave(torch.arange(len(at)), torch.tensor([*map(len, at)], dtype=torch.int64))
+    dealt = torch.tensor(owners, dtype=torch.int64)
+    source = dealt[image]
+    target, local, of_block = _owned(places, padded, sp, stripe)
+    inside = torch.ones_like(places, dtype=torch.bool) if block is None else of_block == block
+    runs = torch.bincount(image[inside], minlength=len(at)) > 0 if block is not None else torch.ones(len(at)).bool()
+    made = (source == sp_rank) & runs[image]
+    here = inside & (target == sp_rank)
+    most = int(local.max()) + 1 if len(places) else 1
+    sent = inside[made].nonzero().flatten()
+    to, by = target[made][sent], local[made][sent]
+    arrival = torch.argsort(source[here] * most + local[here])
     return FeaturePlan(
-        send=torch.argsort(target[sent] * most + places[sent]),
-        to_ranks=torch.bincount(target[sent], minlength=sp).tolist(),
+        send=sent[torch.argsort(to * most + by)],
+        to_ranks=torch.bincount(to, minlength=sp).tolist(),
         from_ranks=torch.bincount(source[here], minlength=sp).tolist(),
-        order=torch.argsort(places[here][arrival]),
+        order=torch.argsort(local[here][arrival]),
+        images=runs[dealt == sp_rank].nonzero().flatten().tolist(),
     )
+
+
+def _owned(places: Tensor, padded: int, sp: int, stripe: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The rank that has each of these tokens, their places there in the flattened [B * L], and their stripes."""
+    each = padded // sp
+    wide = each if stripe is None else min(stripe, each)
+    column = places % padded
+    index = column // (wide * sp)
+    first = index * wide
+    rows = (each - first).clamp_max(wide)  # the last stripe has the remaining tokens
+    inside = column - first * sp
+    return inside // rows, places // padded * each + first + inside % rows, index

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from alstlib.base.units import IGNORE
-from alstlib.data.formats import Messages, canonical_columns, format_of, read_row
+from alstlib.data.formats import IMAGES, Messages, canonical_columns, format_of, read_row
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,16 @@ def _said(
 
 
 def tokenize_row(row: Mapping[str, Any], tokenizer: Any) -> Document:
-    """A row of the data set, with canonical columns, as a document; one without tokens where it has no text."""
+    """A row of the data set, with canonical columns, as a document; one without tokens where it has no text.
+
+    Raises:
+        ValueError: values that are not understood, or images, which would be lost.
+    """
+    if any(row.get(name) for name in IMAGES):
+        raise ValueError(
+            "the row has images, which `alst run` does not give to the model: train with TrainerMixin and SFTTrainer, "
+            "or drop the column"
+        )
     if format_of(row) == "input_ids":
         ids, labels = row["input_ids"], row.get("labels")
         if labels is not None and len(ids) != len(labels):

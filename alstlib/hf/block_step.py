@@ -32,6 +32,7 @@ from alstlib.hf.causal_lm_loss import (
 from alstlib.hf.handle import Handle
 from alstlib.hf.inputs import STATE, agree, check_number, handle_of, of_all_ranks, read_call
 from alstlib.hf.pass_state import Objective, PassState
+from alstlib.hf.vision import give_images, images_of_block, no_images
 from alstlib.streaming.blocks import Blocks
 from alstlib.ulysses.alltoall import stripe, unstripe
 
@@ -79,13 +80,12 @@ def block_step(
         check_batch(batch, divides)
         check_accumulation(engine, batch, engine_divides_by)
         check_block(handle, block)
+        check_planned(batch)
         check_objective(objective, temperature, engine_divides_by=engine_divides_by)
         if not own and temperature != 1.0:
             raise ValueError(f"temperature={temperature} is of an objective: give that too, or leave temperature out")
         asked = Objective(temperature=float(temperature)) if own else asked
         state = read_call(handle, given := fields_of(batch), asked, block, agreement)
-        if state.inputs.images:
-            raise ValueError("block_step does not take images: use causal_lm_loss")
         agreement.count = -(-batch["input_ids"].shape[1] // block)
     count = agreement.count  # of the rank that has most
     steps, train = MicroSteps(engine, last_micro_batch), torch.is_grad_enabled()
@@ -188,6 +188,15 @@ def check_block(handle: Handle, block: Any) -> None:
         )
     if why := handle.facts.not_by_blocks:
         raise ValueError(f"{why}: the model cannot run by blocks; use causal_lm_loss, with more ranks or offload")
+
+
+def check_planned(batch: Mapping[str, Any]) -> None:
+    """Refuse images of which it is not known where their tokens are (ValueError)."""
+    if batch.get("pixel_values") is not None and "image_plan" not in batch:
+        raise ValueError(
+            "pixel_values without a plan cannot be cut into blocks: give a batch of SPDataLoader or shard_batch with "
+            "images=handle.images"
+        )
 
 
 @contextlib.contextmanager
@@ -298,6 +307,10 @@ class MicroBatch:
         self.blocks.begin(index, making)
         rows, inputs = self.blocks.rows, self.state.inputs
         cut = {name: self.kwargs[name][:, rows].contiguous() for name in ("input_ids", "position_ids")}
+        if inputs.images:
+            give_images(
+                self.handle, cut, replace(inputs, images=images_of_block(self.handle, inputs.images, self.blocks))
+            )
         cut[STATE] = replace(self.state, inputs=replace(inputs, labels=self.labels[:, rows].contiguous()))
         if making:
             self.replays[index] = Replay(self.labels.device)
@@ -330,6 +343,7 @@ def without_tokens(handle: Handle, batch: Mapping[str, Any]) -> MicroBatch:
     like = batch["input_ids"][:1, :1]
     positions = torch.full_like(like, handle.ctx.sp_rank)
     kwargs = {"input_ids": like, "position_ids": positions, "shift_labels": torch.full_like(like, IGNORE)}
+    kwargs |= no_images(handle, positions) if "image_plan" in batch else {}
     state = read_call(handle, kwargs, Objective(reduction="sum"), 1)
     made = MicroBatch(handle, kwargs, replace(state, router=None), 1)
     made.blocks.place()

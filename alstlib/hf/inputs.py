@@ -92,10 +92,6 @@ def read_call(
     """
     images = take_images(handle, kwargs)
     inputs = replace(take_call(kwargs, handle.ctx, chunk), images=images)
-    if inputs.striped and images:
-        raise ValueError(
-            "chunk with sp > 1 moves tokens to other ranks, where features of images do not follow: chunk=None"
-        )
     if handle.facts.offset and kwargs.get("position_ids") is not None:
         kwargs["position_ids"] = kwargs["position_ids"] + handle.facts.offset
     router = router_loss(handle, inputs.labels, kwargs)
@@ -170,9 +166,13 @@ def of_all_ranks(
         assert labels is not None  # `_check_dealt`
         tokens, like = kwargs["input_ids"], kwargs["input_ids"].dtype
         given = [tokens, kwargs["position_ids"].expand_as(tokens).to(like), labels.to(like)]
+        several = inputs.images.get("image_positions")
+        given += [] if several is None else [*several.to(tokens.device, like).unbind(-1)]
         given += [] if inputs.real is None else [inputs.real.to(like)]
-        kwargs["input_ids"], kwargs["position_ids"], labels, *real = stripe(given, chunk, ctx)
-        inputs = replace(inputs, labels=labels, real=real[0].bool() if real else None)
+        kwargs["input_ids"], kwargs["position_ids"], labels, *others = stripe(given, chunk, ctx)
+        real = None if inputs.real is None else others.pop().bool()
+        images = inputs.images if several is None else {**inputs.images, "image_positions": torch.stack(others, -1)}
+        inputs = replace(inputs, labels=labels, real=real, images=images)
     if facts.by_longest:
         positions = kwargs.get("position_ids")
         if positions is None:  # the model counts by itself

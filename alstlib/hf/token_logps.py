@@ -14,7 +14,7 @@ from torch import Tensor
 
 from alstlib.base.mesh import SPContext
 from alstlib.base.recompute import first_order
-from alstlib.hf.block_step import MicroBatch, check_block, check_temperature, run_forward
+from alstlib.hf.block_step import MicroBatch, check_block, check_planned, check_temperature, run_forward
 from alstlib.hf.causal_lm_loss import check_batch, fields_of
 from alstlib.hf.inputs import STATE, agree, handle_of, read_call
 from alstlib.hf.pass_state import Objective
@@ -86,6 +86,7 @@ def token_logps(
                     "your loss as its objective"
                 )
             check_block(handle, block)
+            check_planned(batch)
             agreement.count = -(-batch["input_ids"].shape[1] // block)
         state = read_call(handle, given := fields_of(batch), objective, block or handle.chunk, agreement)
     if block is not None and agreement.count > 1:

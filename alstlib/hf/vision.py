@@ -15,24 +15,27 @@ m placeholders of its slice.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from alstlib.base.recompute import first_order
-from alstlib.data.images import DEALT, IMAGE_KEYS, FeaturePlan, Fields, ImageLayout
+from alstlib.data.images import DEALT, IMAGE_KEYS, DealtImages, FeaturePlan, Fields, ImageLayout
 from alstlib.hf.handle import Handle
-from alstlib.hf.pass_state import StepInputs
+from alstlib.hf.pass_state import PassState, StepInputs
 from alstlib.offload.checkpoints import checkpoint
+from alstlib.streaming.blocks import Blocks
 from alstlib.ulysses.alltoall import Exchange
 
 REFUSED_MODELS = {
     **dict.fromkeys(
-        ("gemma3", "gemma4", "gemma4_unified", "paligemma"),
+        ("gemma3", "shieldgemma2", "gemma4", "gemma4_unified", "paligemma"),
         "tokens of an image attend to each other in both directions, which is not exact on a sharded sequence",
     ),
 }
@@ -64,7 +67,7 @@ def attach_vision(handle: Handle) -> None:
 
     def get_image_features(*args: Any, **kwargs: Any) -> Any:
         out, state = original(*args, **kwargs), None if handle.plain else handle.state
-        plan = None if state is None else state.inputs.images.get("image_plan")
+        plan = None if state is None else _plan_of(handle, state)
         return out if plan is None else _travelled(out, plan, handle.attention.exchange)
 
     handle.edits.set(inner, "get_image_features", get_image_features)
@@ -87,7 +90,14 @@ def take_images(handle: Handle, kwargs: dict[str, Any]) -> Mapping[str, Any]:
     Raises:
         ValueError: they have no plan, or the model cannot read them.
     """
-    names = [name for name in {**dict.fromkeys((*DEALT, *IMAGE_KEYS))} if kwargs.get(name) is not None]
+    known = {**dict.fromkeys((*DEALT, *IMAGE_KEYS))}
+    others = [name for name, value in kwargs.items() if name not in known and _is_of_images(name, value)]
+    if others:
+        raise ValueError(
+            f"{type(handle.model).__name__} cannot read {', '.join(others)} when attached: leave them out, and give "
+            f"images as {', '.join(DEALT[:4])}, where the model takes them so"
+        )
+    names = [name for name in known if kwargs.get(name) is not None]
     if not names:
         return {}
     if handle.images is None:
@@ -101,13 +111,53 @@ def take_images(handle: Handle, kwargs: dict[str, Any]) -> Mapping[str, Any]:
     return given
 
 
+def _plan_of(handle: Handle, state: PassState) -> FeaturePlan | None:
+    """Where the features of the call that runs now go; None where its images have no plan."""
+    dealt: DealtImages | None = state.inputs.images.get("image_plan")
+    if dealt is None:
+        return None
+    if state.blocks is not None:
+        return dealt.plan(state.blocks.block, state.blocks.index)
+    return dealt.plan(handle.chunk if state.inputs.striped else None)
+
+
+def images_of_block(handle: Handle, images: Mapping[str, Any], blocks: Blocks) -> dict[str, Any]:
+    """Of the images of a micro-batch, those that this rank's tower runs on in the block that runs now: images with
+    placeholders in it; a blank one where it has none."""
+    assert handle.images is not None
+    dealt: DealtImages = images["image_plan"]
+    plan = dealt.plan(blocks.block, blocks.index)
+    fields = {name: value for name, value in images.items() if name not in ("image_plan", "image_positions")}
+    given: dict[str, Any] = {**handle.images.chosen(fields, dealt.lengths, plan.images), "image_plan": dealt}
+    if "image_positions" in images:
+        given["image_positions"] = images["image_positions"][:, blocks.rows]
+    return given
+
+
+def no_images(handle: Handle, positions: Tensor) -> dict[str, Any]:
+    """The blank image of a micro-batch of one token a rank, at positions [1, 1], that other ranks wait for."""
+    assert handle.images is not None
+    sp = handle.ctx.sp
+    dealt = DealtImages(at=[], owners=[], lengths=[], padded=sp, sp=sp, sp_rank=handle.ctx.sp_rank)
+    given: dict[str, Any] = {**handle.images.joined([]), "image_plan": dealt}
+    return (
+        given if handle.images.positions is None else {**given, "image_positions": positions[..., None].repeat(1, 1, 3)}
+    )
+
+
+def _is_of_images(name: str, value: Any) -> bool:
+    """Whether an argument of the model has values of images, or of what else is not text."""
+    found = re.search("pixel|image|video|vision|patches|encoder_outputs|audio", name)
+    return found is not None and any(isinstance(t, Tensor) for t in tree_leaves(value))
+
+
 def give_images(handle: Handle, kwargs: dict[str, Any], inputs: StepInputs) -> None:
     """Give the model's own forward this call's images, on its device."""
     layout, ids = handle.images, kwargs.get("input_ids")
     given = {n: t.to(inputs.device, non_blocking=True) for n, t in inputs.images.items() if isinstance(t, Tensor)}
     several = given.pop("image_positions", None)
     if several is not None:  # [4, B, L]: those of the text come first
-        counted = kwargs["position_ids"].expand(inputs.shape)
+        counted = kwargs["position_ids"].expand(several.shape[:2])
         kwargs["position_ids"] = torch.stack([counted, *several.unbind(-1)])
     if layout is not None and layout.video_token is not None and "image_plan" in inputs.images and ids is not None:
         # frames and images arrive together; embeddings of placeholders are replaced, whichever they are
@@ -185,7 +235,7 @@ def _pair(size: Any) -> tuple[int, int]:
 def _same_size(inner: Any, config: Any, vision: Any) -> ImageLayout | None:
     """Every image, or tile of one, has the same size, and equally many features."""
     shape = 1, getattr(vision, "num_channels", 3), *_pair(vision.image_size)
-    nested = not hasattr(inner, "multi_modal_projector")  # Idefics 3 and its kin
+    nested = not hasattr(inner, "multi_modal_projector")  # Idefics 2, 3 and their kin
     if vision.model_type == "pixtral":
         return _by_pixels(inner, config, vision)
 
@@ -225,7 +275,7 @@ def _by_patches(videos: bool) -> Callable[[Any, Any, Any], ImageLayout]:
 
         return ImageLayout(
             token=config.image_token_id, video_token=config.video_token_id if videos else None, blank=blank,
-            sizes="image_grid_thw", unit=merge**2, positions=positions,
+            sizes="image_grid_thw", unit=merge**2, positions=positions if hasattr(inner, "get_rope_index") else None,
             width=getattr(vision, "embed_dim", None) or vision.hidden_size,
         )  # fmt: skip
 
@@ -233,11 +283,13 @@ def _by_patches(videos: bool) -> Callable[[Any, Any, Any], ImageLayout]:
 
 
 LAYOUTS: dict[str, Callable[[Any, Any, Any], ImageLayout | None]] = {
-    **dict.fromkeys(("llava", "internvl", "idefics3", "smolvlm"), _same_size),
-    "mistral3": _by_pixels,
+    **dict.fromkeys(("llava", "vipllava", "internvl", "qianfan_ocr", "idefics2", "idefics3", "smolvlm"), _same_size),
+    **dict.fromkeys(("aya_vision", "cohere2_vision", "got_ocr2", "pp_chart2table"), _same_size),
+    **dict.fromkeys(("mistral3", "lighton_ocr"), _by_pixels),
     **dict.fromkeys(
         ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _by_patches(True)
     ),
-    **dict.fromkeys(("glm4v", "glm4v_moe"), _by_patches(False)),
+    **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v", "glmga", "glm_ocr"), _by_patches(False)),
+    "cosmos3_omni": _by_patches(False),
 }
 """What makes the layout of a model, by its type: of its base model, its config and that of its tower."""

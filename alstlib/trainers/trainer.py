@@ -90,6 +90,11 @@ class TrainerMixin(Base):
             raise ValueError(f"alst={alst!r} must be an alstlib.Options, such as alstlib.Options(offload=True)")
         self.handle: Handle | None = None
         check_class(type(self), TrainerMixin, self.LOSS_OF)
+        given = kwargs.get("args", args[1] if len(args) > 1 else None)
+        if given is not None and given.ddp_find_unused_parameters is None:
+            # SFTTrainer would switch it on for models that read images: their tower has no gradient in a step without
+            # any. Here it runs in every step.
+            given.ddp_find_unused_parameters = False
         super().__init__(*args, **kwargs)
 
     # ----- the mesh

@@ -285,6 +285,15 @@ def test_only_the_assistant_is_labelled(tokenizer, template):
     assert said == f"{SAID}That makes six.<|im_end|>\n"
 
 
+@pytest.mark.parametrize("column", [{"images": [["a.png"], []]}, {"image": ["a.png", None]}], ids=list)
+def test_images_are_not_lost_silently(tokenizer, column):
+    """A row without any is read as before."""
+    chats = canonical_columns(Dataset.from_dict({"messages": [CHAT, CHAT], **column}))
+    tokenizer = with_template(tokenizer, CHATML)
+    check_refused("the row has images, which", tokenize_row, chats[0], tokenizer)
+    assert len(tokenize_row(chats[1], tokenizer).ids)
+
+
 def test_a_tokenizer_is_trained_on_chats_and_texts():
     """Row by row: messages where there are some, text otherwise."""
     corpus = Dataset.from_list([{"text": "plain words", "messages": None}, {"text": "rendered", "messages": CHAT[:2]}])

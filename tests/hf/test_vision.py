@@ -3,6 +3,7 @@
 import peft
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from cases import ALL_ON, attach, check_refused, on_ranks
 from matrix import engine_of
@@ -25,9 +26,17 @@ CASES = {
     "packed": [[4, "image", 3], [6], [2, "image", 5, "image", 1]],
 }
 """The documents of one row."""
+WAYS = {
+    "default": ({}, None, CASES),
+    "chunks": ({"chunk": 5}, None, ["dense", "packed"]),
+    "blocks": ({}, 5, ["dense", "packed"]),
+}
+"""The options, the tokens of a block, and the cases."""
+REFUSED_WAYS = {("glm4v_moe", "chunks")}
+"""Its layers get positions of several dimensions."""
 
 
-def step_on_rank(rank, world, name, parts, *, engine="average", change=None, dtype=None, **options):
+def step_on_rank(rank, world, name, parts, *, engine="average", change=None, dtype=None, block=None, **options):
     """Largest errors of the loss and of a gradient, and whose; one row for each replica."""
     replicas = world if change == "replicas" else 1
     ctx = alstlib.SPContext.create(world // replicas)
@@ -50,8 +59,11 @@ def step_on_rank(rank, world, name, parts, *, engine="average", change=None, dty
         whole = (rows_of if change == "padded rows" else joined)(rows[ctx.dp_rank])
         loader = alstlib.SPDataLoader([whole], ctx, replicated=True, images=handle.images)
         (given,) = loader
-        out = alstlib.causal_lm_loss(driven, given)
-        driven.backward(out.loss) if engine.startswith("zero") else out.loss.backward()
+        if block is None:
+            out = alstlib.causal_lm_loss(driven, given)
+            driven.backward(out.loss) if engine.startswith("zero") else out.loss.backward()
+        else:
+            out = alstlib.block_step(driven, given, block)
         got = gradients_of(train, engine) if world > 1 else {
             n: p.grad for n, p in train.named_parameters() if p.grad is not None
         }  # fmt: skip
@@ -89,19 +101,54 @@ def in_fp64(rank, world, name, cases, **how):
         }
 
 
+def images_on_rank(rank, world, name):
+    """Of each way of running layers, the errors of its cases; the model is attached once for all of them, and plain
+    transformers runs on one rank for all ranks."""
+    ctx, found = alstlib.SPContext.create(world), {}
+    with in_full():
+        model = small_vlm(name, torch.float64)
+        samples = {case: [document(name, one, j) for j, one in enumerate(parts)] for case, parts in CASES.items()}
+        wanted = [{case: plain_vlm(model, one) for case, one in samples.items()} if rank == 0 else None]
+        if world > 1:
+            dist.broadcast_object_list(wanted, 0)
+        for way, (options, block, cases) in WAYS.items():
+            with attach(model, ctx, **options) as handle:
+                for case in cases if (name, way) not in REFUSED_WAYS else ():
+                    (given,) = alstlib.SPDataLoader([joined(samples[case])], ctx, replicated=True, images=handle.images)
+                    model.zero_grad()
+                    if block is None:
+                        out = alstlib.causal_lm_loss(model, given)
+                        out.loss.backward()
+                    else:
+                        out = alstlib.block_step(model, given, block)
+                    loss, want = wanted[0][case]
+                    got = gradients_of(model, "average") if world > 1 else {
+                        n: p.grad for n, p in model.named_parameters() if p.grad is not None
+                    }  # fmt: skip
+                    errors = errors_of(got, {**{n: torch.zeros_like(g) for n, g in got.items()}, **want})
+                    worst = max(errors, key=errors.__getitem__)
+                    found[way, case] = abs(float(out.mean) - loss) / loss, errors[worst], worst, handle.store.leased
+                if (name, way) in REFUSED_WAYS:
+                    check_refused("cannot be cut into chunks", alstlib.causal_lm_loss, model, shard_batch(
+                        joined(samples["one"]), world, rank, images=handle.images
+                    ))  # fmt: skip
+    return found
+
+
 @pytest.mark.parametrize("sp", [2, 3, 1])
 @pytest.mark.parametrize("name", MODELS)
 def test_images_are_exact(pools, name, sp):
-    """Several images in a sample, one, none; some cross a border between slices, or lie at it; a dense sample has
-    images of several ranks in one slice, which arrive in another order."""
-    for result in on_ranks(pools, sp, in_fp64, name, CASES):
+    """Several images in a sample, one, none; some cross a border between slices, chunks or blocks, or lie at it; a
+    dense sample has images of several ranks in one slice, which arrive in another order."""
+    for result in on_ranks(pools, sp, images_on_rank, name):
         check(result.values(), 1e-9, 1e-9)
 
 
 def videos_on_rank(rank, world):
     """Frames are dealt one by one, images come before and after them, and a second document is packed behind."""
     parts = [[3, "video", 2, "image", 4, "video", 1], [2, "image", 2, "video", 3]]
-    return [in_fp64(rank, world, name, {name: parts})[name] for name in VIDEOS]
+    made = [in_fp64(rank, world, name, {name: parts})[name] for name in VIDEOS]
+    return [*made, in_fp64(rank, world, "qwen3_vl", {"blocks": parts}, block=5)["blocks"]]
 
 
 def test_videos_are_exact(ranks2):
@@ -136,12 +183,12 @@ def test_on_one_rank_the_model_takes_what_its_processor_makes(name):
 
 
 def ways_on_rank(rank, world):
-    """Frozen towers and texts, adapters in both, and every way of running layers that takes images."""
+    """Frozen towers and texts, adapters in both, and every way of running layers."""
     parts, made = [SEVERAL], {}
     for change in ("frozen tower", "frozen text", "LoRA"):
         made[change] = in_fp64(rank, world, "qwen3_vl", {change: parts}, change=change)[change]
     ways = {"all on": ALL_ON, "no checkpoints": {"checkpoint": False, "tiles": False}}
-    ways |= {"chunks": {**ALL_ON, "chunk": 5}} if world == 1 else {}
+    ways |= {"chunks": {**ALL_ON, "chunk": 5}, "blocks": {"block": 5}}
     for name, options in ways.items():
         made[name] = in_fp64(rank, world, "qwen3_vl", {name: parts}, **options)[name]
     return made
@@ -159,7 +206,10 @@ def engines_on_rank(rank, world):
     for engine in ("zero3", "fsdp2"):
         made[engine, "one image"] = step_on_rank(rank, world, "qwen3_vl", CASES["one"], engine=engine)
         parts = [[4, "image", 3, "image", 2], [17]]
-        made[engine, "one replica"] = step_on_rank(rank, world, "qwen3_vl", parts, change="replicas", engine=engine)
+        for block in (None, 9):  # in blocks, one replica has three and the other two
+            made[engine, "one replica", block] = step_on_rank(
+                rank, world, "qwen3_vl", parts, change="replicas", engine=engine, block=block
+            )
     return made
 
 
@@ -202,7 +252,7 @@ def test_a_rank_is_given_the_images_that_it_is_dealt():
         slices = [shard_batch(one, 4, r, images=handle.images) for r in range(4)]
     sizes = [tuple(part["image_grid_thw"].flatten().tolist()) for part in slices]
     assert sorted(sizes) == sorted([*map(tuple, one["image_grid_thw"].tolist()), (1, 2, 2)])
-    sent = [len(part["image_plan"].send) for part in slices]
+    sent = [len(part["image_plan"].plan().send) for part in slices]
     assert sorted(sent) == sorted([0, *(one["image_grid_thw"].prod(1) // 4).tolist()])
     for size, part in zip(sizes, slices):
         assert len(part["pixel_values"]) == size[1] * size[2]
@@ -241,7 +291,8 @@ def test_what_does_not_fit_is_refused():
         less = {n: t for n, t in one.items() if n != "pixel_values"}
         check_refused("but no image", shard_batch, less, 1, 0, images=handle.images)
         batch = shard_batch(one, 1, 0, images=handle.images)
-        check_refused("block_step does not take images", alstlib.block_step, model, batch, 4)
+        del batch["image_plan"]
+        check_refused("without a plan cannot be cut into blocks", alstlib.block_step, model, batch, 4)
 
 
 def test_models_whose_images_are_not_exact_are_refused_by_name():

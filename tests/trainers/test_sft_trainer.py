@@ -20,6 +20,7 @@ CASES = {
     "padding_free": {"what": "completion", "padding_free": True, "max_length": None, **EVALUATED},
     "chat, LoRA": CHAT,
     "dft": {"what": "completion", "loss_type": "dft", **EVALUATED},
+    "images": {"what": "images", "max_length": None, **EVALUATED, "max_steps": 10},
     "a mixture of experts": {"what": "text", "kind": mixture(), "router_aux_loss_coef": 0.3, **EVALUATED},
 }
 ENGINES = {
