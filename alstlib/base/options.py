@@ -190,6 +190,19 @@ Tiles = Annotated[dict[TiledPart, Tile], Works("a mapping of 'mlp', 'loss' and '
 Place = Literal["auto", "device", "host"]
 
 
+class Disk(Settings):
+    """A folder on a local disk, where checkpoints go that the host has no room for."""
+
+    folder: Text
+    """The folder; the files in it have no names, and end with the process."""
+    bytes: Bytes | None = None
+    """Bytes that each rank may take there; None: an even share of what is free at each forward."""
+
+
+def _disk(value: Any) -> Any:
+    return {"folder": value} if isinstance(value, (str, os.PathLike)) else value
+
+
 class Options(Settings):
     """What `apply` attaches to a model. Every feature works alone and together with all others.
 
@@ -239,6 +252,16 @@ class Options(Settings):
     they do not suffice, attention outputs are dropped first, and then the inputs of all but every k-th layer (not with
     chunks whose hidden states are on the device). All ranks keep as much as the rank that can keep least."""
 
+    disk: Annotated[
+        Disk | None,
+        BeforeValidator(_disk),
+        Works("None, a folder, or a mapping such as {'folder': '/scratch', 'bytes': '1TB'}"),
+    ] = None
+    """With offload, a folder on a local disk (NVMe) for the checkpoints that the host has no room for: layers' inputs
+    and attention outputs. They pass through the host's memory, which holds those of three layers on their way. Rotary
+    tables, gradients of hidden states, and keys and values in pages stay on the host. A mapping has the bytes that each
+    rank may take: {"folder": "/scratch", "bytes": "1TB"}."""
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if isinstance(self.attention, type):
@@ -253,6 +276,8 @@ class Options(Settings):
             value = getattr(self, name)
             if not self.checkpoint and value not in (None, False) and (name, value) != ("save_attention", "auto"):
                 raise ValueError(f"{name}={value!r} {works}: it needs checkpoint=True")
+        if self.disk is not None and not self.offload:
+            raise ValueError("disk takes what the host has no room for: it needs offload=True")
         if self.on_host in ("hidden", "hidden+kv"):
             if not self.offload:
                 raise ValueError(f"on_host={self.on_host!r} moves tensors to the host: it needs offload=True")

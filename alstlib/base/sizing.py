@@ -180,6 +180,52 @@ def kept_on_host(
     return every, outputs, needs
 
 
+STAGED = 3
+"""Layers whose checkpoints are on the host on their way to a disk or back: one that is read by backward, and two ahead
+of it."""
+
+
+def kept_with_disk(
+    room: int, disk: int, layers: int, input_bytes: int, output_bytes: int, save: bool | str, **how: Any
+) -> tuple[int, int, int, int]:
+    """`kept_on_host` with so many bytes of a `disk` under the host, which take what the host has no room for.
+
+    The disk is used where every layer's input then finds room, and the host has room for what is on its way. Otherwise
+    the host keeps what it can by itself.
+
+    Args:
+        how: the other arguments of `kept_on_host`.
+
+    Returns:
+        The three numbers of `kept_on_host`, of host and disk together, and the host bytes of what is on its way: 0
+        where the disk is not used.
+    """
+    alone = kept_on_host(room, layers, input_bytes, output_bytes, save, **how)
+    attending = how.get("attending")
+    wanted = (layers if attending is None else attending) if save else 0
+    if not disk or (alone[0] == 1 and alone[1] >= wanted and alone[2] <= room):
+        return *alone, 0
+    for outputs in ("auto", False) if save == "auto" else (save,):
+        staged = STAGED * (input_bytes + output_bytes * bool(outputs))
+        both = room - staged + disk
+        every, kept, needed = kept_on_host(both, layers, input_bytes, output_bytes, outputs, **how)
+        stays = needed - layers * input_bytes - output_bytes * wanted * (outputs is True)
+        better = alone[2] > room or (every, -kept) < (alone[0], -alone[1])
+        if better and every == 1 and needed <= both and stays + staged <= room:
+            return every, kept, needed, staged
+    return *alone, 0
+
+
+def bytes_away(room: int, needed: int, staged: int, movable: int) -> int:
+    """Bytes of checkpoints that a forward sends to a disk, where `kept_with_disk` found `staged` bytes on their way.
+
+    Args:
+        needed: bytes of the host and the disk together, attention outputs included.
+        movable: bytes of checkpoints among them.
+    """
+    return min(movable, max(0, needed + staged - room)) if staged else 0
+
+
 def keys_leave(keys: int, free: int, lacking: int) -> tuple[int, int, int]:
     """The numbers that decide with `on_host="auto"` whether keys and values lie on the host (`keys_left`). Ranks agree
     on the largest of each.

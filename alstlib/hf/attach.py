@@ -34,6 +34,7 @@ from alstlib.hf.support import check_model, check_shared, shared_weights
 from alstlib.hf.token_logps import OverRanks
 from alstlib.hf.vision import attach_vision, give_images, image_layout
 from alstlib.linear.adapters import adapter_of, attach_states, is_tokenwise
+from alstlib.offload.disk_store import check_disk
 from alstlib.tiled.compute import TiledMLP, TiledNorm, is_norm
 from alstlib.tiled.loss import TiledHead
 from alstlib.ulysses.alltoall import unstripe
@@ -60,9 +61,11 @@ def apply(model: PreTrainedModel, ctx: SPContext | None = None, options: Options
     """
     ctx, options = ctx or SPContext(), options or Options()
     mine = {f"Options.{name}": value for name, value in vars(options).items() if name != "host_memory"}  # of each host
+    mine["Options.disk"] = options.disk is not None
     if not isinstance(options.attention, str):  # an instance says its class: the address in its text is each rank's own
         mine["Options.attention"] = getattr(options.attention, "__name__", type(options.attention).__name__)
     with Agreement(ctx, "apply", mine, waits=True):
+        notes = [note] if options.disk is not None and (note := check_disk(options.disk)) else []
         facts = check_model(model, options.attention)
         unknown = "" if options.experts_by_token else unknown_experts(facts.layers)
         if unknown and (ctx.sp > 1 or options.chunk is not None):
@@ -70,6 +73,7 @@ def apply(model: PreTrainedModel, ctx: SPContext | None = None, options: Options
         facts = replace(facts, not_by_blocks=facts.not_by_blocks or unknown)
     layers, handle = facts.layers, Handle(model, ctx, options, facts)
     handle.images = image_layout(model)
+    handle.notes += notes
     try:
         attach_attention(handle)
         attach_states(handle)

@@ -186,6 +186,11 @@ def check_block(handle: Handle, block: Any) -> None:
             f"the model is attached with chunk={handle.chunk}, which runs by layers, but block_step runs by blocks: "
             f"use Options(chunk=None) and block={handle.chunk}, or call causal_lm_loss"
         )
+    if handle.options.disk is not None:
+        raise ValueError(
+            "disk takes checkpoints, which are read once: the keys and values of all layers that block_step keeps are "
+            "read once for each block; use disk=None, or chunk='auto' and causal_lm_loss"
+        )
     if why := handle.facts.not_by_blocks:
         raise ValueError(f"{why}: the model cannot run by blocks; use causal_lm_loss, with more ranks or offload")
 

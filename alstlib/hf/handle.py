@@ -22,12 +22,19 @@ from alstlib.hf.pass_state import PassState, state_now
 from alstlib.hf.support import Facts
 from alstlib.linear.ways import StateLayer
 from alstlib.offload.courier import Travel
+from alstlib.offload.disk_store import DiskStore
 from alstlib.offload.host_store import HostStore, Mode
 from alstlib.streaming.pages import PageChooser
 from alstlib.tiled.loss import TiledHead
 from alstlib.ulysses.attention import UlyssesAttention
 
 _MODES: dict[bool | str, Mode] = {False: "none", "sync": "sync", True: "async"}
+
+
+def store_of(ctx: SPContext, options: Options) -> HostStore:
+    """Where checkpoints, and what else lies on the host, are kept."""
+    mode, budget = _MODES[options.offload], options.host_memory
+    return HostStore(mode, budget=budget) if options.disk is None else DiskStore(mode, options.disk, ctx, budget=budget)
 
 
 class Handle:
@@ -40,7 +47,7 @@ class Handle:
     def __init__(self, model: PreTrainedModel, ctx: SPContext, options: Options, facts: Facts) -> None:
         self.model, self.ctx, self.options, self.facts = model, ctx, options, facts
         self.attention = UlyssesAttention(ctx, options.attention)
-        self.store = HostStore(_MODES[options.offload], budget=options.host_memory)
+        self.store = store_of(ctx, options)
         self.chunk = options.chunk_for(model.config.get_text_config().hidden_size)
         """Tokens of one chunk of this rank's slice; None: layers run whole."""
         self.notes: list[str] = [f"chunk='auto' took {self.chunk:,} tokens"] if options.chunk == "auto" else []
@@ -62,6 +69,8 @@ class Handle:
         """Whether generate() works: the ranks of a group hold whole prompts, and each generates by itself."""
         self.ends = contextlib.ExitStack()
         """What `detach` calls, besides taking the edits back."""
+        if isinstance(self.store, DiskStore):
+            self.ends.callback(self.store.close)
 
     def detach(self) -> PreTrainedModel:
         """Restore the model exactly as it was before `apply`, and return it. Take it out of engines first. A second

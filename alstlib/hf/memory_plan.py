@@ -16,11 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from alstlib.base.mesh import SPContext
 from alstlib.base.options import Options
-from alstlib.base.sizing import kept_on_host, keys_and_values, keys_leave, keys_left, kv_needed
+from alstlib.base.sizing import bytes_away, kept_with_disk, keys_and_values, keys_leave, keys_left, kv_needed
 from alstlib.hf.support import Facts
 from alstlib.linear.adapters import mixers_of
 from alstlib.offload import headroom
 from alstlib.offload.courier import Courier
+from alstlib.offload.disk_store import DiskStore
 from alstlib.offload.host_store import HostOutOfMemory, HostStore
 from alstlib.streaming.blocks import Blocks
 
@@ -63,15 +64,23 @@ class MemoryPlan:
         if not options.offload:
             self.inputs_kept_every, self.attention_kept = 1, self._kept_on_device(x, output) / many
             return
-        every, outputs, needed, room = self._host_keeps(x, pages, streamed, travels)
-        if not isinstance(x, FakeTensor):
-            every, negative = self._on_all_hosts(needed - room, every, -outputs)
+        simulated, disk = isinstance(x, FakeTensor), store.disk_room()
+        every, outputs, needed, staged, room = self._host_keeps(x, pages, streamed, travels, disk)
+        if options.disk is not None and not simulated and self.ctx.largest([int(every > 1 or needed > room + disk)])[0]:
+            every, outputs, needed, staged, room = self._host_keeps(x, pages, streamed, travels)
+            self._note(f"the disk in {options.disk.folder!r} has too little room, or the host for what is on its way")
+        if not simulated:
+            every, negative = self._on_all_hosts(0 if staged else needed - room, every, -outputs)
             outputs = -negative
         if options.save_attention == "auto":
             needed += outputs * output
-        self._needed = needed
+        movable = len(self.facts.layers) * x.nbytes + outputs * output
+        away = bytes_away(room, needed, staged, movable)
+        self._needed = needed + staged - away
         there = store.leased if travels else 0
-        store.reserve(needed - there, room - there, x.nbytes)
+        store.reserve(self._needed - there, room - there, x.nbytes)
+        if isinstance(store, DiskStore):
+            store.share(away, movable, staged)
         self.attention_kept, self.inputs_kept_every = outputs / many, every
         self._say(x.nbytes, travels)
 
@@ -119,13 +128,16 @@ class MemoryPlan:
         facts = self.facts
         return x.shape[0] * x.shape[1] * facts.heads * (facts.value_width * x.element_size() + 4)
 
-    def _host_keeps(self, x: Tensor, pages: int, streamed: bool, travels: bool) -> tuple[int, int, int, int]:
-        """`sizing.kept_on_host` of a forward, and the room that this rank's host has for it."""
+    def _host_keeps(
+        self, x: Tensor, pages: int, streamed: bool, travels: bool, disk: int = 0
+    ) -> tuple[int, int, int, int, int]:
+        """`sizing.kept_with_disk` of a forward, and the room that this rank's host has for it."""
         row, room = x.nbytes, self.store.room() + self.store.unused
         room += self.store.leased * travels  # the first layer's input, and what goes with it to every layer
-        found = kept_on_host(
-            room, len(self.facts.layers), row, self._output_bytes(x), self.options.save_attention, streamed=streamed,
-            travels=travels, tables=max(0, self.store.leased - row), pages=pages, attending=len(self.facts.attending),
+        found = kept_with_disk(
+            room, disk, len(self.facts.layers), row, self._output_bytes(x), self.options.save_attention,
+            streamed=streamed, travels=travels, tables=max(0, self.store.leased - row), pages=pages,
+            attending=len(self.facts.attending),
         )  # fmt: skip
         return *found, room
 
@@ -143,7 +155,7 @@ class MemoryPlan:
         if place != "auto" or not self.options.offload or isinstance(x, FakeTensor):
             return
         if (memory := headroom.device_memory(device)) is not None:
-            *_, needed, room = self._host_keeps(x, keys, streamed, travels)
+            *_, needed, _, room = self._host_keeps(x, keys, streamed, travels)
             self.kv_on_host = keys_left(*self.ctx.largest(keys_leave(keys, memory[2] - beside, needed - room)))
 
     def _kept_on_device(self, x: Tensor, output: int) -> int:

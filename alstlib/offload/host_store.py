@@ -111,6 +111,11 @@ class Ticket:
         else:
             self.next, after.next = after.next, weakref.ref(self)
 
+    @property
+    def there(self) -> bool:
+        """Whether its tensors are on the host, to be brought to the device."""
+        return bool(self.kept)
+
     def fetch(self, courier: Courier) -> Callable[[], list[Tensor]]:
         # waits for the ticket's own, and not for all that is leaving: sums of pages may have been sent since
         return courier.fetch(*(host for host, _ in self.kept), after=self.sent)
@@ -160,8 +165,18 @@ class HostStore:
         """Host bytes that this store may still take."""
         return (self.budget - self.nbytes) if self.budget is not None else host_available()
 
-    def ticket(self, after: Ticket | None = None) -> Ticket:
+    def disk_room(self) -> int:
+        """Bytes that a disk under the host may still take."""
+        return 0
+
+    def ticket(self, after: Ticket | None = None, part: bool = False) -> Ticket:
         return Ticket(self, after)
+
+    def park(self, x: Tensor) -> Any:
+        return x.detach()
+
+    def unpark(self, held: Any, device: torch.device) -> Tensor:
+        return held
 
     def put(self, ticket: Ticket, x: Tensor) -> None:
         """Keep x under a ticket. It comes back with the strides that it has: a permuted one is not copied first."""
@@ -183,7 +198,7 @@ class HostStore:
         ticket.coming = None
         courier.forget_sent()
         following = ticket.next() if courier.streams else None
-        if following is not None and following.kept:
+        if following is not None and following.there:
             following.coming = following.coming or following.fetch(courier)
         ticket.release()
         return tensors

@@ -1,5 +1,5 @@
-"""What keeps tensors between forward and backward (`Storage`). `host_store.HostStore` is the first; another place, such
-as a disk, is one more file."""
+"""What keeps tensors between forward and backward (`Storage`): the device or the host (`host_store`), or the host with
+a disk under it (`disk_store`). Another place is one more file."""
 
 from __future__ import annotations
 
@@ -22,15 +22,21 @@ class Storage(Protocol):
     def room(self) -> int:
         """Bytes that may still be taken."""
 
-    def ticket(self, after: Any = None) -> Any:
-        """A ticket for what one checkpoint keeps; `after` is the ticket that is read just before it. What a ticket
-        holds is given up when the ticket is."""
+    def ticket(self, after: Any = None, part: bool = False) -> Any:
+        """A ticket for what one checkpoint keeps; `after` is the ticket that is read just before it, and `part` says
+        that it has no layer's input. What a ticket holds is given up when the ticket is."""
 
     def put(self, ticket: Any, x: Tensor) -> None:
         """Keep x under a ticket."""
 
     def get(self, ticket: Any, device: torch.device) -> list[Tensor]:
         """The tensors of a ticket, on the device, for the only time."""
+
+    def park(self, x: Tensor) -> Any:
+        """Keep a tensor that lies on the host, a layer's input, until `unpark` is called with what this returns."""
+
+    def unpark(self, held: Any, device: torch.device) -> Tensor:
+        """A parked tensor, on the host, for the only time; chunks of it will visit the device."""
 
     def lease(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None) -> Tensor:
         """A tensor of the CPU that is not yet written, stored here until nobody has it or a view of it; `device` is the

@@ -207,7 +207,7 @@ class Stream:
     calls: int = 0
     """The calls of parts that mix tokens, in one chunk."""
     held: Any = None
-    """The input of a segment's first layer: the host tensor, where hidden states lie there, or a ticket for it."""
+    """The input of a segment's first layer: parked in the store, where hidden states lie on the host, or a ticket."""
 
     def __call__(self, x: Tensor, segment: Segment | None = None) -> Tensor:
         """x [B, L, E] -> [B, L, E], with the same gradients for x and the weights as the layer as a whole.
@@ -240,7 +240,7 @@ class Stream:
                 put_part(way, out, piece.rows, self.run(part, piece))
             self.calls = piece.calls.total()
             if first and piece.kept:
-                self.tickets.append(self.store.ticket())
+                self.tickets.append(self.store.ticket(part=True))
                 while piece.kept:  # on the device only until they wait elsewhere
                     self.store.put(self.tickets[-1], piece.kept.pop(0))
         courier.finish()
@@ -250,7 +250,7 @@ class Stream:
 
     def input(self, device: torch.device) -> Tensor:
         held, self.held = self.held, None
-        return held if self.travels else self.store.get(held, device)[0]
+        return self.store.unpark(held, device) if self.travels else self.store.get(held, device)[0]
 
     def again(self, x: Tensor, device: torch.device) -> Tensor:
         return self.whole(x, functools.partial(self.without_graph, x))
@@ -267,7 +267,7 @@ class _Streamed(torch.autograd.Function):
                 stream.held = stream.store.ticket()
                 stream.store.put(stream.held, x)
             elif not segment.members:
-                stream.held = x.detach()
+                stream.held = stream.store.park(x)
             ctx.device, ctx.segment, ctx.index = stream.device, segment, segment.add(stream, out)
         return out
 

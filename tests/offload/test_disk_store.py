@@ -1,0 +1,250 @@
+"""A disk under the host: the same bits, read in backward's order two layers ahead, and failures that all ranks see."""
+
+import errno
+import mmap
+import os
+import re
+import resource
+import threading
+
+import pytest
+import torch
+from cases import attach, batch, check_refused, make_model, on_ranks, same, small_pages, step, train
+
+import alstlib
+from alstlib.base.sizing import STAGED, bytes_away, kept_with_disk
+from alstlib.offload import disk_store
+from alstlib.offload.disk_store import DiskFailed, DiskFile
+from alstlib.offload.host_store import HostOutOfMemory
+
+LENGTH, LAYERS, WIDTH = 256, 10, 32
+ROW, OUTPUT = LENGTH * WIDTH * 4, LENGTH * 4 * (8 * 4 + 4)
+"""Bytes of one layer's input, and of its attention output with the sums."""
+TABLES = 2 * LENGTH * 8 * 4
+LAYER = ROW + OUTPUT
+WAYS = {
+    "whole": ({"save_attention": True}, (STAGED + 2) * LAYER),
+    "inputs": ({"save_attention": False}, (STAGED + 1) * ROW),
+    "auto": ({"save_attention": "auto"}, (STAGED + 4) * LAYER),
+    "chunks": ({"chunk": 64, "on_host": "none", "save_attention": True}, (STAGED + 2) * LAYER),
+    "hidden": ({"chunk": 64, "on_host": "hidden", "save_attention": True}, STAGED * LAYER + 5 * ROW + TABLES),
+    "pages": ({"chunk": 100, "on_host": "hidden+kv", "save_attention": False}, (STAGED + 9) * ROW + TABLES),
+}
+"""Options, and host bytes that hold a part of what is kept."""
+
+
+def model_of(layers=LAYERS):
+    return make_model(num_hidden_layers=layers)
+
+
+def with_disk(model, folder, way="inputs", ctx=None, **more):
+    options, budget = WAYS[way]
+    return attach(model, ctx, **{"offload": True, **options, "host_memory": budget, "disk": str(folder), **more})
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_same_bits_with_a_host_that_is_too_small(tmp_path, way):
+    """Of two steps; the host's budget is kept, what goes to the disk is what the plan says, and nothing is left."""
+    model, sample, (options, budget) = model_of(), batch(LENGTH), WAYS[way]
+    with small_pages(64), attach(model, offload=True, **options):
+        loss, want = step(model, sample)
+    with small_pages(64), with_disk(model, tmp_path, way) as handle:
+        store, written = handle.store, []
+        for _ in range(2):
+            before = store.file.written
+            got, grads = step(model, sample)
+            assert got == loss
+            assert same(grads, want)
+            written.append(store.file.written - before)
+            assert store.file.held == store.leased == 0
+        assert handle.plan.inputs_kept_every == 1
+        assert handle.plan.attention_kept == (options["save_attention"] is not False)
+        assert store.peak_nbytes <= budget
+        assert written[0] == written[1] == store.file.read / 2 == store.file.peak > 2 * ROW
+        assert os.listdir(tmp_path) == []
+
+
+def test_as_much_stays_on_the_host_as_it_has_room_for(tmp_path):
+    """And what stays is spread over the layers."""
+    for rows in (1, 4, 6):
+        away = bytes_away((STAGED + rows) * ROW, LAYERS * ROW, STAGED * ROW, LAYERS * ROW)
+        with with_disk(model := model_of(), tmp_path, host_memory=(STAGED + rows) * ROW) as handle:
+            train(model, batch(LENGTH))
+            assert handle.store.file.written == away == (LAYERS - rows) * ROW
+    with with_disk(model := model_of(), tmp_path, host_memory=LAYERS * ROW) as handle:  # the host holds everything
+        train(model, batch(LENGTH))
+        assert handle.store.file.written == handle.store.file.size == 0
+    with with_disk(model := model_of(), tmp_path, host_memory=(STAGED + 5) * ROW) as handle:
+        loss = alstlib.causal_lm_loss(model, batch(LENGTH)).loss
+        ticket, stays = handle.store.latest(), []
+        while ticket is not None:
+            stays.append(ticket.there)
+            ticket = ticket.next()
+        assert stays == [True, False] * 5
+        loss.backward()
+
+
+def test_backward_reads_in_its_order_two_layers_ahead(tmp_path, monkeypatch):
+    places, begun = {"write": [], "fill": []}, []
+    for name, own in (("write", DiskFile.write), ("fill", DiskFile.fill)):
+
+        def noted(file, memory, place, ready, name=name, own=own):
+            places[name].append(place)
+            return own(file, memory, place, ready)
+
+        monkeypatch.setattr(DiskFile, name, noted)
+    with with_disk(model := model_of(), tmp_path, host_memory=STAGED * ROW) as handle:
+        own = handle.store.get
+        monkeypatch.setattr(
+            handle.store, "get", lambda *a: (own(*a), begun.append(len(places["fill"])))[0]
+        )  # fmt: skip
+        train(model, batch(LENGTH))
+    assert len(places["write"]) == LAYERS
+    assert places["fill"] == places["write"][::-1]
+    assert begun == [min(LAYERS, i + STAGED) for i in range(LAYERS)]
+
+
+def test_two_runs_share_a_disk_and_a_dropped_graph_leaves_nothing(tmp_path):
+    first, second = model_of(), make_model(num_hidden_layers=LAYERS, seed=1)
+    samples = batch(LENGTH), batch(LENGTH - 3)
+    with attach(first), attach(second):
+        want = [step(model, sample) for model, sample in zip((first, second), samples)]
+    with with_disk(first, tmp_path) as one, with_disk(second, tmp_path, "whole") as other:
+        losses = [alstlib.causal_lm_loss(model, sample) for model, sample in zip((first, second), samples)]
+        assert os.listdir(tmp_path) == []
+        assert one.store.file.held
+        assert other.store.file.held
+        del losses
+        assert one.store.file.held == other.store.file.held == 0
+        for (loss, _), model, sample in zip(want, (first, second), samples):
+            assert step(model, sample)[0] == loss
+        assert one.store.file.end == one.store.file.peak  # which began anew
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(one.store.file.descriptor)
+
+
+def refused(monkeypatch):
+    """Direct access fails, as in file systems that take the flag and then refuse."""
+    own = os.pwrite
+
+    def pwrite(descriptor, *args):
+        if disk_store.fcntl.fcntl(descriptor, disk_store.fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "refused")
+        return own(descriptor, *args)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+
+
+def test_where_direct_access_is_refused_it_goes_on_and_says_so(tmp_path, monkeypatch):
+    model, sample = model_of(), batch(LENGTH)
+    with attach(model, offload=True, save_attention=False):
+        _, want = step(model, sample)
+    with with_disk(model, tmp_path) as handle:
+        assert handle.store.file.direct
+        assert not any("O_DIRECT" in note for note in handle.notes)
+    monkeypatch.delattr(os, "O_TMPFILE")  # a file that has a name for a moment
+    refused(monkeypatch)
+    with with_disk(model, tmp_path) as handle:
+        assert not handle.store.file.direct
+        assert sum("O_DIRECT" in note for note in handle.notes) == 1
+        assert same(step(model, sample)[1], want)
+        assert handle.store.file.read
+        assert os.listdir(tmp_path) == []
+
+
+def test_refusals(tmp_path):
+    model = model_of(2)
+    check_refused(r"disk\.folder='/none/such' takes no file .*local disk", with_disk, model, "/none/such")
+    check_refused("disk takes what the host has no room for: it needs offload=True", alstlib.Options, disk="/tmp")
+    check_refused(r"disk\.bytes=0 must be", alstlib.Options, offload=True, disk={"folder": "/tmp", "bytes": 0})
+    with attach(model, offload=True, disk=tmp_path):
+        check_refused("disk=None, or chunk='auto'", alstlib.block_step, model, batch(LENGTH), 64)
+    # a disk that is too small is not used, and the host keeps what it can by itself
+    with with_disk(model_of(), tmp_path, disk={"folder": tmp_path, "bytes": ROW}, host_memory=5 * ROW) as handle:
+        train(handle.model, batch(LENGTH))
+        assert handle.plan.inputs_kept_every == 2
+        assert handle.store.file.written == 0
+        assert any("has too little room" in note for note in handle.notes)
+    small = {"folder": tmp_path, "bytes": ROW}
+    with with_disk(model_of(), tmp_path, disk=small, host_memory=ROW // 2) as handle, pytest.raises(HostOutOfMemory):
+        train(handle.model, batch(LENGTH))
+
+
+def test_the_rule():
+    rule = {"layers": 10, "input_bytes": 100, "output_bytes": 50}
+    assert kept_with_disk(1500, 10**6, save="auto", **rule) == (1, 10, 1000, 0)  # no need
+    assert kept_with_disk(1499, 10**6, save="auto", **rule) == (1, 10, 1000, 450)
+    assert bytes_away(1499, 1500, 450, 1500) == 451
+    assert kept_with_disk(449, 10**6, save="auto", **rule) == (1, 0, 1000, 300)  # outputs cannot be on their way
+    assert kept_with_disk(299, 10**6, save="auto", **rule)[3] == 0  # nor inputs
+    assert kept_with_disk(500, 400, save=False, **rule)[0] == 2  # the disk is too small
+
+
+def run_on_two(rank, world, folder, way, fault=None):
+    """Losses and gradients with and without a disk; with a fault on the last rank, what each rank says."""
+    ctx, data = alstlib.SPContext.create(world), batch(2 * LENGTH, world=world, rank=rank)
+    with pytest.MonkeyPatch.context() as patch, small_pages(64):
+        model, found = model_of(), []
+        if fault is None:
+            with attach(model, ctx, offload=True, **WAYS[way][0]):
+                found.append(step(model, data, ctx))
+            with with_disk(model, folder, way, ctx) as handle:
+                found.append(step(model, data, ctx))
+                return found[0][0] == found[1][0], same(found[0][1], found[1][1]), handle.store.file.written
+        with with_disk(model, folder, way, ctx) as handle:
+            before, over = resource.getrlimit(resource.RLIMIT_FSIZE), threading.Event()
+            if rank == world - 1 and fault == "full":
+                resource.setrlimit(resource.RLIMIT_FSIZE, (ROW, before[1]))
+            elif rank == world - 1:
+
+                def broken(*_):
+                    over.wait(100 if fault == "slow" else 0)
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+                patch.setattr(disk_store, "PATIENCE", 0.2)
+                patch.setattr(os, "preadv" if fault == "reads" else "pwrite", broken)
+            try:
+                train(model, data)
+            except DiskFailed as e:
+                return str(e), any(p.grad is not None for p in model.model.layers.parameters())
+            finally:
+                over.set()
+                resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return "", True
+
+
+@pytest.mark.parametrize("way", ["auto", "hidden"])
+def test_a_step_of_two_ranks(pools, tmp_path, way):
+    for loss, gradients, written in on_ranks(pools, 2, run_on_two, str(tmp_path), way):
+        assert loss
+        assert gradients
+        assert written > ROW
+
+
+@pytest.mark.parametrize(
+    "fault, says",
+    [("full", "has no room for .* bytes .*File too large"), ("reads", "failed .Input/output error"),
+     ("writes", "failed .Input/output error"), ("slow", "has moved nothing for 0.2 s")],
+)  # fmt: skip
+def test_a_fault_of_one_disk_ends_all_ranks_before_a_gradient(pools, tmp_path, fault, says):
+    other, (own, grad) = on_ranks(pools, 2, run_on_two, str(tmp_path), "hidden", fault)
+    assert other == ("the disk of rank 1 failed: its own message says why", False)
+    assert not grad
+    assert own.startswith(f"the disk in '{tmp_path}'")
+    assert own.endswith("or disk=None")
+    assert re.search(says, own), own
+
+
+def test_pieces_fill_memory_whatever_their_number(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk_store, "PIECE", 8192)
+    file, want = DiskFile(str(tmp_path), limit=80_000), torch.arange(5 * 4096) % 251
+    memory = torch.frombuffer(mmap.mmap(-1, 5 * 4096), dtype=torch.uint8)
+    memory.copy_(want)
+    assert file.room() == 80_000
+    for one in file.write(memory, file.take(memory.nbytes), lambda: None):
+        one.result()
+    memory.zero_()
+    moves = file.fill(memory, 0, lambda: None)
+    assert len([one.result() for one in moves]) == 3
+    assert torch.equal(memory, want.to(torch.uint8))
+    assert file.room() == 80_000 - 5 * 4096
