@@ -61,7 +61,8 @@ def decayed_attention(
     state = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3], dtype=wide)
     state, slope, outs = state if initial_state is None else initial_state, slopes.to(wide)[:, None, None], []
     whole, rest = divmod(q.shape[1], chunk_size)
-    pieces = [(n * chunk_size, chunk_size) for n in (AT_ONCE,) * (whole // AT_ONCE) + (whole % AT_ONCE,)] + [(rest, rest)]
+    full, last = divmod(whole, AT_ONCE)
+    pieces = [(n * chunk_size, chunk_size) for n in [AT_ONCE] * full + [last]] + [(rest, rest)]
     sizes, chunks = zip(*((size, part) for size, part in pieces if size))
     parts = zip(chunks, *(t.transpose(1, 2).to(wide).split(sizes, 2) for t in (q, k, v)))
     for tokens, q_i, k_i, v_i in parts:
