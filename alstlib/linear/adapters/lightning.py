@@ -13,8 +13,8 @@ from alstlib.linear.adapter import Adapter, LayerPart
 from alstlib.linear.rule import StateRule
 
 AT_ONCE = 64
-"""Chunks of the recurrence that are computed together: a loop over single chunks of a long sequence is thousands of small
-operations, on a GPU as in a simulation (a plan of MiniMax took over five minutes with it)."""
+"""Chunks of the recurrence that are computed together: a loop over single chunks of a long sequence is thousands of
+small operations, on a GPU as in a simulation (a plan of MiniMax took over five minutes with it)."""
 MADE_OF = {"qkv_proj", "act_fn", "norm", "output_gate", "out_proj", "slope_rate", "block_size", "head_dim"}
 """It calls no function for its recurrence, and is known by these."""
 
