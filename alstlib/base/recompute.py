@@ -110,7 +110,7 @@ def entered(one: Pass) -> Iterator[None]:
 
 
 class Values:
-    """The values of a tensor at this moment, to be known again: engines' hooks wrap a tensor in views of itself."""
+    """Recognises the values that a tensor has now, also in the views of it in which engines' hooks wrap a tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.version = tensor.detach(), tensor._version
@@ -252,7 +252,7 @@ class Saved:
     output in sequence layout [B, H, L, D], logsumexp [B, H / P, S] in head layout.
 
     Args:
-        keep: the first pass leaves them here, to lie beside the input.
+        keep: whether the first pass leaves its outputs here, to be kept with the checkpoint's input.
     """
 
     def __init__(self, keep: bool = True) -> None:

@@ -22,10 +22,7 @@ def causal_mask(batch: int, length: int, documents: Sequence[int] | None = None,
     allowed = (at[:, None] >= at[None, :]).expand(batch, length, length)
     if window is not None:
         allowed = allowed & (at[:, None] - at[None, :] < window)
-    if documents is None:
-        return allowed
-    starts = torch.as_tensor(documents[1:-1], dtype=torch.long)
-    document = torch.searchsorted(starts, torch.arange(batch * length), right=True).view(batch, length)
+    document = first_tokens(batch, length, documents).cumsum(1)
     return allowed & (document[:, :, None] == document[:, None, :])
 
 
@@ -67,21 +64,18 @@ def attention_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, causal: bool = True,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of `attention` written out -> dq, dk, dv. With the output and logsumexp over more keys than k holds,
-    these keys' share of the gradients."""
+    """Gradients of `attention` -> dq, dk, dv. With the output and logsumexp over more keys than k holds, these keys'
+    share of the gradients."""
     groups = q.shape[1] // k.shape[1]
-    scores = _scores(q, k, scale, None, causal, softcap=softcap)
-    p = (scores - lse[..., None]).exp()
-    wide = p.dtype
-    dp = dout.to(wide) @ v.repeat_interleave(groups, 1).to(wide).transpose(-1, -2)
-    delta = (dout.to(wide)[..., None, :] @ out.to(wide)[..., None])[..., 0]
-    ds = p * (dp - delta) * scale
-    if softcap is not None:
-        ds = torch.where(p > 0, ds * (1 - (scores / softcap) ** 2), 0)
-    dq = ds @ k.repeat_interleave(groups, 1).to(wide)
-    dk = (ds.transpose(-1, -2) @ q.to(wide)).unflatten(1, (-1, groups)).sum(2)
-    dv = (p.transpose(-1, -2) @ dout.to(wide)).unflatten(1, (-1, groups)).sum(2)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    with torch.enable_grad():
+        q, k, v = leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        p = (_scores(q, k, scale, None, causal, softcap=softcap) - lse[..., None]).exp()
+        dp = dout.to(p.dtype) @ v.repeat_interleave(groups, 1).to(p.dtype).mT
+        delta = (dout.to(p.dtype) * out.to(p.dtype)).sum(-1, keepdim=True)
+        # with lse and delta as constants, this sum has attention's gradients: ds = p (dp - delta), dv = p^T dout
+        total = (p * (dp - delta)).sum()
+    dq, dk, dv = torch.autograd.grad(total, leaves)
+    return dq, dk, dv
 
 
 def first_tokens(
@@ -157,14 +151,12 @@ def lightning(
     """Lightning attention, token by token (MiniMax-01, arXiv 2501.08313).
 
     q, k [B, S, H, K], v [B, S, H, V], slopes [H] -> output [B, S, H, V] and the last state [B, H, K, V].
-    h = exp(-slope) h + k v^T; output q h. It begins with zeros in each document.
+    h = exp(-slope) h + k v^T; output q h. It begins with zeros in each document. This is Mamba-2 with steps of one.
     """
-
-    def step(t: int, state: Tensor) -> tuple[Tensor, Tensor]:
-        state = state * (-slopes).exp()[:, None, None] + torch.einsum("bhk,bhv->bhkv", k[:, t], v[:, t])
-        return torch.einsum("bhk,bhkv->bhv", q[:, t], state), state
-
-    return _token_by_token(step, v, (v.shape[2], k.shape[3], v.shape[3]), documents, initial_state)
+    state = None if initial_state is None else initial_state.mT
+    steps, nothing = v.new_ones(v.shape[:3]), torch.zeros_like(slopes)
+    output, state = mamba2(v, steps, -slopes, k, q, nothing, state, documents=documents)
+    return output, state.mT
 
 
 def mamba1(

@@ -288,7 +288,7 @@ class Samples(Dataset):
             self.in_one_pass = self.in_one_pass or self.tokens
 
     def notes(self) -> list[str]:
-        """What whoever reads a result must know of its data."""
+        """Notes about the data that are stored with a result."""
         made = [self.account.note()] if self.account.useless else []
         if self.tokenizer is not None and self.tokenizer.eos_token_id is None:
             made.append("the tokenizer has no end-of-text token, so that no document is ended by one")

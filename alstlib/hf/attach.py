@@ -153,7 +153,9 @@ def _attach_norms(handle: Handle, layers: Sequence[nn.Module]) -> None:
 
 _TINY = 2.0**-40
 """The tiled head returns the loss in the place of logits, times this factor: a model then scales and caps it as it does
-with logits, and of so small a number a soft cap is the identity."""
+with logits, and of so small a number a soft cap is the identity. The loss cannot go past what the head returns: ZeRO-3
+gathers the head's weight for backward in a hook on that, and without it backward meets a weight of no elements
+(`test_the_head_alone_trains`)."""
 
 
 def _attach_head(handle: Handle) -> None:

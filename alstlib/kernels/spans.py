@@ -86,7 +86,7 @@ class Offsets(tuple[int, ...]):
 
 
 def once(documents: Documents, key: Hashable, make: Callable[[], T]) -> T:
-    """What `make` finds for these documents, which is looked for once for each sample."""
+    """The result of `make` for these documents, computed once for each sample."""
     found = documents.found if isinstance(documents, Offsets) else {}
     if key not in found:
         found[key] = make()

@@ -43,7 +43,7 @@ def by_heads(
     if ranks == 1:
         return pass_state(rule, tokens, weights, exchange, *more, **how)
     own, together = list(tokens), dict[Any, list[int]]()
-    for i, t in enumerate(tokens):  # those of one dtype travel together, but groups that several ranks need alone
+    for i, t in enumerate(tokens):  # one buffer for each dtype, but shared groups have their own
         together.setdefault((t.dtype, min(t.shape[2], ranks)), []).append(i)
     for places in together.values():
         some = [tokens[i] if tokens[i].ndim == 4 else tokens[i][..., None] for i in places]

@@ -60,8 +60,8 @@ def causal_convolution(
 def _columns(
     documents: Documents, batch: int, local: int, around: int, first: int, length: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """(columns of the flattened [B, W - 1 + L + 1] tokens that make one long sample, in which W - 1 columns are before
-    each document, which of them are this rank's tokens), for the tokens from `first` on."""
+    """Columns of the flattened [B, W - 1 + L + 1] tokens that make one long sample, with W - 1 columns before each
+    document; and the places in it of this rank's tokens, which begin with the token `first` of the sequence."""
 
     def make() -> tuple[Tensor, Tensor]:
         columns: list[Tensor] = []

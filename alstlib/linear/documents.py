@@ -41,8 +41,8 @@ class KernelRun:
     shape: tuple[int, int] = (0, 0)
     """(N, T) of that batch."""
     packed: Tensor | None = None
-    """Where each of the documents begins that they hold one after the other, and the end: [N + 1], int64; None: each
-    sample is one."""
+    """Offsets of the documents that lie one after the other in the call, with the end: [N + 1], int64; None: each
+    sample is one document."""
     goes_on: bool = False
     """Whether its document has begun on an earlier rank."""
     last: bool = False

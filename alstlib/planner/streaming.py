@@ -45,8 +45,8 @@ class Streaming:
         return (m * self.visits(n, self.pages_of_head) + own) / (m * self.visits(n, None) + own)
 
     def on_device(self, ahead: bool) -> float:
-        """Share of the keys, values and sums that is on the device: the open page and the one that is visited; and,
-        where copies run `ahead` of the computation, the next one and sums that leave."""
+        """Share of keys, values and their gradient sums that is on the device: two pages (the open one and the one that
+        is visited). Where copies run `ahead` of the computation, the next page and sums on their way too."""
         return min(1.0, self.page * (2 + (5 / 3 if ahead else 0)))
 
 

@@ -199,7 +199,7 @@ def read_result(path: str | Path) -> Json:
 
 
 def version(path: Path) -> tuple[int, int] | None:
-    """What changes when a file is replaced; None where there is none."""
+    """Time and inode of a file, which differ once it is replaced; None where there is no file."""
     with contextlib.suppress(OSError):
         return path.stat().st_mtime_ns, path.stat().st_ino
     return None

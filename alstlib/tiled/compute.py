@@ -50,7 +50,7 @@ class _Work:
     narrow: bool
 
     def couriers(self) -> tuple[Courier | None, Courier | None, Courier | None]:
-        """What brings x and takes its gradient, what does the work, what takes the output and brings its gradient."""
+        """The couriers of x, of the whole work and of the output; None where the tensor lies on the device."""
         if self.travel is None:
             return None, None, None
         courier = self.travel.courier()
@@ -98,7 +98,7 @@ class _TiledCompute(torch.autograd.Function):
 
 
 def tiles_of(tokens: int, tile: int) -> list[slice]:
-    """Tiles of so many tokens; one that is empty for none."""
+    """Slices of `tile` tokens that cover all `tokens`; one empty slice for no tokens."""
     return [slice(lo, min(lo + tile, tokens)) for lo in range(0, max(tokens, 1), tile)]
 
 

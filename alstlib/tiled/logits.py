@@ -55,7 +55,7 @@ class LogitTransform:
 
 
 class Softmax:
-    """The softmax of a tile's logits [t, V] in fp32 or wider, which it takes over, and what its tokens get of it.
+    """The softmax of a tile's logits [t, V] (fp32 or wider), in their memory, and what follows from it for each token.
 
     Args:
         transform: it has been applied; with it, `grad` can be asked for.
@@ -177,8 +177,8 @@ class HeadPass:
     def tiles(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, upstream: Tensor | None = None
     ) -> Iterator[tuple[slice, Softmax]]:
-        """For each tile, its place and its softmax; who takes it lets go of it before the next. The gradients are those
-        of the sum of upstream [N] (None: -1) * log-probabilities."""
+        """Each tile's place and softmax, one after the other; the caller lets go of a softmax before it takes the next.
+        The gradients are those of the sum of upstream [N] (None: -1) * log-probabilities."""
         call, targets, tokens = self.call, self.call.labels.reshape(-1), hidden.reshape(1, -1, hidden.shape[-1])
         weight, bias = weight.to(call.dtype), None if bias is None else bias.to(call.dtype)
         tiles = tiles_of(targets.shape[0], call.tile)

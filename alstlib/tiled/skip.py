@@ -161,7 +161,8 @@ class _Reads(TorchFunctionMode):
 
 
 class Unread:
-    """Whether recomputes of one layer may leave out what its tiled MLPs return: until a graph says otherwise."""
+    """Tracks whether a layer's recomputes may leave out the outputs of its tiled MLPs. They may until the graph of a
+    recompute shows that a backward reads one."""
 
     def __init__(self, layer: nn.Module) -> None:
         self.mlps = [m for m in layer.modules() if isinstance(m, TiledMLP)]

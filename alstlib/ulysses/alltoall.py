@@ -104,8 +104,8 @@ class Exchange:
         return self._exchange(by_rank, back=True, shared=heads)
 
     def _exchange(self, tensors: Sequence[Tensor], back: bool, shared: int | None = None) -> list[Tensor]:
-        """Exchange tensors [n, L, B, h, D], of each part the heads for one rank (or for P / n ranks), in one buffer. Of
-        `shared` heads the sums arrive."""
+        """Exchange tensors [n, L, B, h, D] in one buffer; part i of n goes to rank i, or to P / n ranks. Gradients of
+        `shared` heads are summed over the ranks that they come from."""
         widths = [t.shape[3] * t.shape[4] for t in tensors]
         if len(tensors) == 1:
             send = tensors[0].contiguous().flatten(3)  # no copy for B = 1 and kernels that store [B, S, h, D]

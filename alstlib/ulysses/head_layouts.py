@@ -76,7 +76,7 @@ class SplitHeads:
         plan, batch, own, like = self.plan, self.plan.batch, self.plan.own, [*queries, *keys][0]
 
         def shared(t: Tensor, rank: int, whole: bool) -> Tensor:
-            """What a rank and this one have of keys: of whole sequences, its tokens; of slices, its heads."""
+            """The keys that pass between a rank and this one: its tokens of whole sequences, or its heads of slices."""
             return t[:, :, rank * own : (rank + 1) * own] if whole else t[:, plan.messages[rank].kv]
 
         parts: list[list[Tensor]] = []

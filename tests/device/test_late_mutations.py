@@ -52,7 +52,7 @@ ZERO3 = Case("llama", engine="zero3")
 FROZEN = Case("llama", weights="frozen embeddings", way="chunks", engine="zero3")
 THREADS = Case("llama", way="host", engine="ddp", device="late")
 COURIER, TICKET, LAYER_PAGES = courier.Courier, host_store.Ticket, pages.LayerPages
-PREFIX, AROUND, EXCHANGE = pass_state._Slice.prefix, convolution._TokensAround, alltoall.Exchange
+PREFIX, AROUND, EXCHANGE = pass_state._SliceCall.prefix, convolution._TokensAround, alltoall.Exchange
 SHARE = "ctx.world_size * engine_divides_by / step_tokens"
 
 MUTATIONS = {
@@ -102,7 +102,7 @@ MUTATIONS = {
         "[sums, sums.new_zeros(lacking, *sums.shape[1:])]", BLOCKS,
     ),
     "blocks: sums go with the keys": Mutation(
-        blocks.BlockPages.leave, "self.held[self.open].device = []", "self.held[self.open] = _Page()", BLOCKS
+        blocks.BlockPages.leave, "self.held[self.open].device = []", "self.held[self.open] = HeldPage()", BLOCKS
     ),
     # checkpoints
     "segment: every input is made from the first": Mutation(
