@@ -282,6 +282,7 @@ def pytest_collection_modifyitems(config, items):
             why.append("needs a CUDA device, none here")
         for reason in why:
             item.add_marker(pytest.mark.skip(reason=reason))
+    items.sort(key=lambda item: "browser" not in item.keywords)  # minutes long: never the last, beside an idle core
     for some in cases.values():
         # a table may say which of its cases are the sample
         drawn = {i for i, item in enumerate(some) if "drawn" in item.keywords}
