@@ -261,6 +261,13 @@ def pytest_collection_finish():
     freeze_modules()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item, nextitem):
+    yield
+    if nextitem is not None and nextitem.path != item.path:  # after the fixtures of a file, with what it has imported
+        freeze_modules()
+
+
 def pytest_addoption(parser):
     for name in ASKED:
         parser.addoption(f"--{name}", action="store_true", help=f"run tests/{name}, as make test-{name} does")
