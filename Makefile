@@ -60,9 +60,9 @@ test: setup ## every operator against its oracle, a step under each engine, the 
 test-all: setup ## every test (WORKERS=0: one after the other, for a debugger)
 	$(PYTEST) $(ARGS)
 
-# About four minutes on two cores. ARGS=--whole runs the whole command in each environment, and installs other Pythons.
+# About two minutes on two cores. ARGS=--whole runs the whole command in each environment, and installs other Pythons.
 test-elsewhere: setup ## start the first command as another user, without control groups, on one core, in odd paths
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -rs --elsewhere tests/elsewhere $(ARGS)
+	$(PYTEST) -rs --elsewhere tests/elsewhere $(ARGS)
 
 # About eight minutes on two cores, and half a minute for each kill. ARGS='--kills 60 --seed 1' is the whole campaign.
 test-faults: setup ## break runs: signals at random moments, stopped ranks, full disks, damaged files

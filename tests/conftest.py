@@ -261,6 +261,13 @@ def pytest_collection_finish():
     freeze_modules()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item, nextitem):
+    yield
+    if nextitem is not None and nextitem.path != item.path:  # after the fixtures of a file, with what it has imported
+        freeze_modules()
+
+
 def pytest_addoption(parser):
     for name in ASKED:
         parser.addoption(f"--{name}", action="store_true", help=f"run tests/{name}, as make test-{name} does")
@@ -282,6 +289,7 @@ def pytest_collection_modifyitems(config, items):
             why.append("needs a CUDA device, none here")
         for reason in why:
             item.add_marker(pytest.mark.skip(reason=reason))
+    items.sort(key=lambda item: "browser" not in item.keywords)  # minutes long: never the last, beside an idle core
     for some in cases.values():
         # a table may say which of its cases are the sample
         drawn = {i for i, item in enumerate(some) if "drawn" in item.keywords}

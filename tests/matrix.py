@@ -378,8 +378,9 @@ def _run(rank, case, more):
     ctx, samples = alstlib.SPContext.create(case.sp), samples_of(case, more)
     accumulation, model = len(samples) // case.dp, build(case, more.fields)
     look = more.prepare(model) if more.prepare else lambda: None
-    loss, want = plain_run(model, samples)
-    place = None
+    oracle = [plain_run(model, samples) if rank == 0 or more.prepare else None]  # the same on every rank
+    dist.broadcast_object_list(oracle, device=torch.device("cpu"))
+    (loss, want), place = oracle[0], None
     if case.device == "late":
         from device import group, module
 

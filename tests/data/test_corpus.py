@@ -167,14 +167,13 @@ def test_trained_tokenizer(tokenizer):
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def _train_in_process(_):
+def _train_in_process():
     return get_tokenizer("stdlib-bpe", vocab_size=300).backend_tokenizer.to_str()
 
 
 def test_each_rank_trains_the_same_tokenizer():
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
-        first, second = pool.map(_train_in_process, range(2), chunksize=1)
-    assert first == second == _train_in_process(None)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:  # in which sets have another order
+        assert pool.apply(_train_in_process) == _train_in_process()
 
 
 def test_bad_tokenizers(tmp_path):

@@ -1,5 +1,6 @@
 """Any model that `apply` takes is planned, by simulations of its own code at few lengths, once."""
 
+import gc
 import json
 import random
 
@@ -86,7 +87,9 @@ def test_a_config_may_name_more_kinds_than_there_are_layers():
     run = RunConfig(model={"name": "openai/gpt-oss-20b", "dtype": "bf16", "config": {**small, "num_hidden_layers": 5}})
     whole, deep = simulate.simulate(run.replace(data={"seq_len": 500}), 1), Deep(run, 1)
     assert len(deep.model.config.layer_types) > len(deep.layers) > len(deep.chosen)
+    gc.freeze()
     assert deep.at(500).device_peak == whole.device_peak
+    assert gc.get_freeze_count() > 1000, "a plan thaws what the program around it has frozen"
 
 
 def test_a_second_answer_simulates_nothing(cache, monkeypatch):

@@ -260,17 +260,17 @@ def test_skip_of_an_mlp_unless_it_draws():
 def test_memory_is_a_tile():
     """Four times the sequence at the same tile adds its input, output and two gradients, and nothing else."""
     tile, width = 64, 16
-    tokens = {rows: randn(1, rows, width).float() for rows in (512, 2048)}
+    tokens = {rows: randn(1, rows, width).float() for rows in (256, 1024)}
 
     def growth(tile, rows):
         mlp = llama(hidden_size=width, intermediate_size=128).float()
         module = TiledMLP(mlp, tile) if tile else mlp
         return peak_of_step(module, leaf(tokens[rows]))
 
-    one = 4 * width * (2048 - 512)
-    more = growth(tile, 2048) - growth(tile, 512)
+    one = 4 * width * (1024 - 256)
+    more = growth(tile, 1024) - growth(tile, 256)
     assert 3 * one <= more <= 3 * one + 4 * 4 * width, (more, one)  # out, its gradient, x's gradient
-    assert growth(None, 2048) - growth(None, 512) > 12 * one, "the reading can tell"
+    assert growth(None, 1024) - growth(None, 256) > 12 * one, "the reading can tell"
 
 
 @pytest.mark.parametrize("make", [lambda: nn.LayerNorm(8), lambda: LlamaRMSNorm(8)], ids=["layer norm", "rms norm"])

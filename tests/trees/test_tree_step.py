@@ -229,8 +229,8 @@ def peak(paths, **options):
 
 @pytest.mark.parametrize("options", [{}, HOST], ids=str)
 def test_memory_is_that_of_one_path(options):
-    """Of four paths, of which each has seven blocks of its own, which the other three do not see."""
-    paths = [[*tokens(24, 0), 4 + i, *tokens(55, 200 + 60 * i)] for i in range(4)]
+    """Of four paths, of which each has four blocks of its own, which the other three do not see."""
+    paths = [[*tokens(24, 0), 4 + i, *tokens(31, 200 + 60 * i)] for i in range(4)]
     for tree, path in zip(peak(paths, **options), peak(paths[:1], **options)):
         assert tree <= 1.1 * path
 

@@ -159,11 +159,14 @@ class Deep:
         """A model with these layers of the whole one. Its moments name layers as the whole one does; those of a layer
         beside the chosen are left out."""
         run = self.run.replace(data={"seq_len": seq_len})
-        gc.freeze()  # what is there already is not searched for tensors again: half of the time of an 8B's step
+        thawed = not gc.get_freeze_count()  # what the program around has frozen stays so
+        if thawed:
+            gc.freeze()  # what is there already is not searched for tensors again: half of the time of an 8B's step
         try:
             found = self.run_step(self._with(which), run, tiles)
         finally:
-            gc.unfreeze()
+            if thawed:
+                gc.unfreeze()
 
         def named(key: str) -> str:
             place, bar, operation = key.partition("|")
