@@ -4,15 +4,14 @@
 # `make release`. Where they cannot be had it says so, and those tests are skipped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-liger=$(sed -n 's/^liger_kernel==//p' env/cuda-py311.txt)  # the version that runs on GPUs
-triton=3.7.1  # the version that these tests were written with
+pins=papermill_runs/referee/exactness/stacks/liger.txt  # Liger's version is that of the lock for GPUs
 folder=.compat/liger
-if [ "$(cat "$folder/versions" 2>/dev/null)" = "$liger $triton" ]; then exit; fi
-echo "[liger] installing liger-kernel $liger and triton $triton into $folder" >&2
+if cmp -s "$pins" "$folder/versions"; then exit; fi
+echo "[liger] installing $(tr '\n' ' ' < "$pins")into $folder" >&2
 rm -rf "$folder" "$folder.part"
 if .venv/bin/python -m pip install -q --no-deps --target "$folder.part" ${WHEELHOUSE:+--no-index --find-links "$WHEELHOUSE"} \
-    "liger-kernel==$liger" "triton==$triton"; then
-    echo "$liger $triton" > "$folder.part/versions"
+    -r "$pins"; then
+    cp "$pins" "$folder.part/versions"
     mv "$folder.part" "$folder"
 else
     rm -rf "$folder.part"

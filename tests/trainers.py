@@ -1,5 +1,4 @@
-"""Small runs of Hugging Face's Trainer and TRL's SFTTrainer: plain, with TrainerMixin, and with the libraries' own
-sequence parallelism, on the same data."""
+"""Small runs of Hugging Face's Trainer and TRL's SFTTrainer, plain and with TrainerMixin, on the same data."""
 
 import contextlib
 import gc
@@ -9,6 +8,7 @@ import tempfile
 import pytest
 import torch
 from cases import VOCAB, make_model
+from exactness.training import collate, several_devices, zero
 from transformers import AutoModelForCausalLM, Trainer
 
 import alstlib
@@ -36,34 +36,17 @@ def samples(count=20, seed=3):
     return made
 
 
-FILLS = {"input_ids": 0, "labels": -100, "attention_mask": 0}
-
-
-def collate(batch, to=None):
-    rows = [{**sample, "attention_mask": [1] * len(sample["input_ids"])} for sample in batch]
-    longest = to or max(len(row["input_ids"]) for row in rows)
-    return {n: torch.tensor([r[n] + [fill] * (longest - len(r[n])) for r in rows]) for n, fill in FILLS.items()}
-
-
-def with_positions(batch, to=40):
-    """For the libraries' own, which need positions, and an even number of tokens for two ranks."""
-    longest = to or max(len(sample["input_ids"]) for sample in batch)
-    made = collate(batch, to=longest + longest % 2)
-    return {**made, "position_ids": torch.arange(longest + longest % 2).expand(len(batch), -1).contiguous()}
-
-
 @contextlib.contextmanager
 def accelerate_here(engine):
-    """Accelerate's state as in a new process. On a CPU it knows no FSDP and no DeepSpeed: it is told of several devices
-    then, which send with gloo."""
+    """Accelerate's state as in a new process, which is told of several devices unless the engine is DDP
+    (`training.on_cpu_ranks`)."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
-    from accelerate.utils import DistributedType
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     with pytest.MonkeyPatch.context() as patch:
         if engine != "ddp":
             patch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")
-            patch.setattr(PartialState, "_prepare_backend", lambda *_, **__: ("gloo", DistributedType.MULTI_GPU))
+            patch.setattr(PartialState, "_prepare_backend", several_devices)
         try:
             yield
         finally:
@@ -81,10 +64,7 @@ def engine_settings(engine):
     if engine == "fsdp2":
         return {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
     operators.leave_out()
-    batch = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
-    stage = {"zero_optimization": {"stage": int(engine[4:])}}
-    own = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-    return {"deepspeed": {**stage, **own, **dict.fromkeys(batch, "auto")}}
+    return {"deepspeed": zero(int(engine[4:]))}
 
 
 def made_of(config):
@@ -123,8 +103,7 @@ def train(
     Args:
         loss: the `compute_loss` of the Trainer's class, one of OVERRIDES; None: its own.
         kind: as `make_model` takes it, a config, or what makes the model.
-        how: `plain`, `ours` (a mixin; all ranks share a sample, unless `sp` says how many do), or `library`
-            (Accelerate's parallelism_config, DeepSpeed's Ulysses).
+        how: `plain`, or `ours` (a mixin; all ranks share a sample, unless `sp` says how many do).
         evaluate: whether some samples are for evaluation, or these samples.
         extra: further arguments of the trainer.
         classes: the trainer, its arguments and its mixin; None: those of transformers' Trainer.
@@ -140,17 +119,9 @@ def train(
         own = extra or {}
         if how == "ours":
             own = {**own, "sp": sp or world, "alst": alstlib.Options(**{**OPTIONS, **(options or {})})}
-        if how == "library":
-            from accelerate import ParallelismConfig
-            from accelerate.utils import DeepSpeedSequenceParallelConfig
-
-            handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
-            settings["parallelism_config"] = ParallelismConfig(
-                sp_backend="deepspeed", sp_size=world, sp_handler=handler
-            )
         args = arguments(**{**SETTINGS, **engine_settings(engine), "output_dir": folder or scratch, **settings})
         if base is Trainer:
-            own = {"data_collator": collator or (with_positions if how == "library" else collate), **own}
+            own = {"data_collator": collator or collate, **own}
         trainer = trainer_class(how, loss, base, mixin)(
             model=model, args=args, train_dataset=samples(count) if data is None else data,
             eval_dataset=samples(7, seed=8) if evaluate is True else evaluate or None, **own,

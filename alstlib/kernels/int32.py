@@ -119,17 +119,19 @@ KERNELS = {
 
 
 def below_int32(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with calls that stay below `ELEMENTS`, where it is one of `KERNELS` or transformers' wrapper of one;
-    any other function as it is.
+    """The function with calls that stay below `ELEMENTS`, where it is one of `KERNELS`, transformers' wrapper of one,
+    or one of the hub in its place; any other function as it is.
 
     Raises:
         ValueError: in a call that would pass them and cannot be cut.
     """
+    function, of_hub = _of_hub(function)
     held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     found = ((f, _known(f)) for f in (function, *filter(inspect.isroutine, held)))
-    implementation, kernel = next(((f, k) for f, k in found if k), (function, None))
+    implementation, kernel = next(((f, k) for f, k in found if k), (function, of_hub))
     if kernel is None:
         return function
+    name = implementation.__name__ if of_hub is None else f"a kernel of the hub for {' or '.join(kernel.names)}"
 
     @functools.wraps(implementation)
     def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -139,15 +141,28 @@ def below_int32(function: Callable[..., Any]) -> Callable[..., Any]:
             return kernel.split(function, *args, **kwargs)
         tokens = args[0].shape[kernel.tokens]
         fits = tokens * (ELEMENTS - 1) // most
-        mended = f", or install {kernel.package} {kernel.mended} or later" if kernel.mended else ""
+        newer = kernel.mended and of_hub is None
+        mended = f", or install {kernel.package} {kernel.mended} or later" if newer else ""
         raise ValueError(
-            f"{kernel.package}: {implementation.__name__} counts elements with 32 bits ({kernel.counts}), and a call "
+            f"{kernel.package}: {name} counts elements with 32 bits ({kernel.counts}), and a call "
             f"of {tokens:,} tokens has {most:,} of them (its first tensor: {[*args[0].shape]}): its result would be "
             f"wrong. A call of {fits - fits % 256 or fits:,} tokens passes: use a smaller options.chunk, or more ranks"
             f"{mended}"
         )
 
     return guarded
+
+
+def _of_hub(function: Any) -> tuple[Callable[..., Any], Int32Kernel | None]:
+    """Where the package `kernels` is installed, transformers' functions are modules: what such a module runs now, and
+    the kernel's entry where its `kernelize` has put in one of the hub. That has a version of its own, so any counts."""
+    name = getattr(function, "kernel_layer_name", None)
+    if name is None:
+        return function, None
+    if "forward" in vars(function):
+        return function.forward, next((k for some in KERNELS.values() for k in some if name in k.names), None)
+    (own,) = (cell.cell_contents for cell in function.forward.__closure__)
+    return own, None
 
 
 def guard_liger(model: nn.Module) -> None:

@@ -15,6 +15,7 @@ from alstlib.planner.fits import other_versions
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import Shape
 from alstlib.planner.prediction import Prediction, longest, predict
+from alstlib.planner.state_ways import counted
 from alstlib.planner.step_time import model_flops
 from alstlib.planner.streaming import least_chunk
 
@@ -25,6 +26,7 @@ NOTE = (
 )
 
 
+INT32 = 2**31
 CHUNK = 16_384
 _LAYERS = {"options.chunk": CHUNK, "block": None}
 WAYS: dict[str, dict[str, Any]] = {
@@ -231,6 +233,7 @@ class Question:
         made = [NOTE] if self.shape.recurrence and self.machine.device != "cpu" else []
         if find_config(self.run.model.name) in PUBLIC.values() and (remark := other_versions()):
             made.append(remark)
+        made += self.refusals(seq_len) if seq_len and self.machine.device != "cpu" else []
         trained = trained_length(self.run)
         if seq_len and trained and seq_len > trained:
             made.append(
@@ -238,6 +241,22 @@ class Question:
                 "as many; memory and time are as planned, but positions beyond need scaling and training."
             )
         return made
+
+    def refusals(self, seq_len: int) -> list[str]:
+        """What a step of this length would refuse because a kernel counts elements with 32 bits (`kernels.int32`)."""
+        layer = self.shape.recurrence and self.shape.recurrence.layer
+        if not layer or self.shape.family.startswith("minimax"):  # whose recurrence is transformers' PyTorch code
+            return []
+        rows = -(-seq_len // self.ranks)
+        piece, batch = min(rows, self.run.chunk or rows, self.run.block or rows), self.run.data.batch_size
+        if (most := counted(layer, piece, batch)) < INT32:
+            return []
+        kernel = "flash-linear-attention before fla-core 0.6.0" if layer.matrix else "mamba-ssm"
+        return [
+            f"the kernel of the recurrence in {kernel} counts elements with 32 bits, and a call of {piece:,} tokens of "
+            f"each rank has {most:,}: the step is refused. Chunks of {(INT32 - 1) * piece // most:,} tokens pass "
+            "(options.chunk)."
+        ]
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,13 @@ def passes_of(run: RunConfig, rows: int) -> tuple[int, int]:
     return (3, 3) if chunks else (1 + run.options.checkpoint + blocks, 1 + blocks)
 
 
+def counted(layer: StateLayer, rows: int, batch: int = 1) -> int:
+    """The largest product that the kernel of a recurrence counts in a call with so many tokens of each rank, whichever
+    way it runs over ranks: one of its inputs, or Mamba-2's states of all blocks (`kernels.int32`)."""
+    states = 0 if layer.matrix else layer.keys * layer.values // layer.block
+    return batch * rows * layer.heads * max(layer.values, layer.keys if layer.matrix else states)
+
+
 def state_seconds(
     layer: StateLayer, way: str, rows: int, ranks: int, *, batch: int = 1, passes: tuple[int, int] = (2, 1),
     rates: Rates | None = None, nodes: bool = False,

@@ -127,13 +127,17 @@ TOLD = {"float32": 1e-5, "bfloat16": 0.02}
 
 
 def reproduce_all(chosen: Sequence[str], names: Sequence[str]) -> int:
-    """Run the reproducers of cells; returns 1 if one shows nothing wrong."""
-    processes, cells, missed = Processes(), page.read(RESULT)["cells"], 0
+    """Run the reproducers of cells and keep with each cell what its own shows; returns 1 if one shows nothing wrong."""
+    processes, missed = Processes(), 0
     for stack in chosen:
         for case in names:
-            if reproduce.writable(stack, CASES[case], cells.get(stack, {}).get(case, {"result": "absent"})):
+            result = page.read(RESULT)
+            cell = result["cells"].get(stack, {}).get(case, {"result": "absent"})
+            if reproduce.writable(stack, CASES[case], cell):
                 shown, words = reproduced(processes, stack, case, RESULT / "reproducers")
                 missed += not shown
+                cell["reproduced"] = f"{words} ({time.strftime('%Y-%m-%d')})" if shown else f"NOT SHOWN: {words}"
+                page.write(RESULT, result)
                 print(f"{stack:20} {case:14} {'shown' if shown else 'NOT SHOWN'}: {words}", flush=True)
     return int(missed > 0)
 

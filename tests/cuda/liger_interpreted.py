@@ -4,16 +4,13 @@ plain transformers, or it ends with an error. TRITON_INTERPRET=1 is set before T
 
 from collections import defaultdict
 
-import liger_kernel.ops.cross_entropy as cross_entropy
 import liger_kernel.ops.geglu as geglu
 import liger_kernel.ops.rms_norm as rms_norm
 import liger_kernel.ops.swiglu as swiglu
-import numpy as np
 import torch
-import triton.language as tl
-import triton.runtime.interpreter as interpreter
 import zoo
 from cases import attach, check_step, plain_step, sample_of, step
+from exactness.stacks.liger import complete_the_interpreter
 
 from alstlib.base.config import RunConfig
 from alstlib.hf import models
@@ -26,24 +23,6 @@ OPTIONS = {
 }
 KINDS = {"llama": {}, "qwen3": {}, "olmo2": {}, "gemma2": {"attn_logit_softcapping": None}}
 """SwiGLU and norms before; normed queries and keys; norms after; GEGLU, norms of 1 + weight, soft caps."""
-
-
-def complete_the_interpreter():
-    """Functions of CUDA's libdevice have no form on a CPU, and a launch makes fp32 scalars of floats."""
-
-    def tanh(x):
-        return 2 * tl.math.fdiv(1.0, 1.0 + tl.math.exp(-2 * x)) - 1
-
-    convert = interpreter._implicit_cvt
-
-    def scalar(value):
-        if not isinstance(value, float):
-            return convert(value)
-        return tl.tensor(interpreter.TensorHandle(np.array([value], dtype=np.float32), tl.float32), tl.float32)
-
-    interpreter._implicit_cvt = scalar
-    rms_norm.rsqrt = lambda x: tl.math.rsqrt(x)  # looked up when it is called: the interpreter patches it
-    cross_entropy.tanh = geglu.tanh = tanh
 
 
 def watch(rows, module, name):

@@ -17,7 +17,8 @@ INSTALLED = (FOLDER / "triton").is_dir() or all(importlib.util.find_spec(n) for 
 @pytest.mark.skipif(not INSTALLED, reason="liger-kernel and triton are not installed: run env/liger.sh")
 def test_ligers_kernels_are_exact_in_tiles_and_chunks():
     """One process, in which Triton interprets, for all cases."""
-    path = os.pathsep.join(p for p in (str(ROOT), str(ROOT / "tests"), str(FOLDER), os.environ.get("PYTHONPATH")) if p)
+    folders = (ROOT, ROOT / "tests", ROOT / "papermill_runs/referee", FOLDER, os.environ.get("PYTHONPATH"))
+    path = os.pathsep.join(str(folder) for folder in folders if folder)
     env = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, str(Path(__file__).with_name("liger_interpreted.py"))]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)

@@ -5,7 +5,7 @@ import functools
 import importlib.metadata
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import MethodType, ModuleType, SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -164,6 +164,41 @@ def test_a_mended_version_runs_as_it_is(monkeypatch, installed, guards):
 def test_functions_of_others_are_left_alone():
     for function in (stand_in("a_package", "causal_conv1d_fn")[0], stand_in("fla", "another")[0], convolution, len):
         assert below_int32(function) is function
+
+
+def in_the_hubs_module(function, name):
+    """As `use_kernel_forward_from_hub` of the package `kernels` (0.17) makes a function a module."""
+
+    class Func(nn.Module):
+        kernel_layer_name = name
+
+        def forward(self, *args, **kwargs):
+            return function(*args, **kwargs)
+
+    return Func()
+
+
+def test_a_kernel_of_the_hub_is_one_of_any_version(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", {"fla-core": "0.6.0"}.__getitem__)
+    module = in_the_hubs_module(stand_in("fla", "chunk_kda")[0], "chunk_kda")
+    with FakeTensorMode():
+        args, _ = recurrence("", TOKENS)
+        below_int32(module)(*args)  # that of the package, which counts with 64 bits
+        module.forward = MethodType(lambda self, q, k, v, g, beta: torch.empty_like(v), module)  # as `kernelize` does
+        with pytest.raises(ValueError, match=r"a kernel of the hub for .* chunk_kda counts .* or more ranks$"):
+            below_int32(module)(*args)
+        args, _ = recurrence("", 2**18)
+        assert below_int32(module)(*args).shape == args[2].shape
+
+
+def test_functions_stay_known_where_the_package_of_the_hub_is_installed():
+    kernel, _ = stand_in("fla", "chunk_gated_delta_rule", lambda q, k, v, g, beta, cu_seqlens=None: v)
+    guarded = below_int32(in_the_hubs_module(kernel, "chunk_gated_delta_rule"))
+    assert takes(guarded, "cu_seqlens")
+    with FakeTensorMode(), pytest.raises(ValueError, match="fla-core: chunk_gated_delta_rule"):
+        guarded(*recurrence("", TOKENS)[0])
+    own = in_the_hubs_module(convolution, "causal_conv1d_fn")  # transformers' plain function
+    assert below_int32(own) is convolution
 
 
 def test_what_a_kernel_takes_is_still_known():

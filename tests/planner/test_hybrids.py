@@ -19,7 +19,7 @@ from alstlib.planner.model_shapes import read_shape
 from alstlib.planner.prediction import predict
 from alstlib.planner.question import NOTE
 from alstlib.planner.rendering import describe
-from alstlib.planner.state_ways import RECURRENCE
+from alstlib.planner.state_ways import RECURRENCE, counted
 from alstlib.planner.step_time import linear_flops, states_seconds
 
 
@@ -71,6 +71,20 @@ def test_a_plan_says_whose_kernels_it_is_of():
     found = hybrid.at(100_000)
     assert hybrid.notes(100_000) == as_json(hybrid, found, found)["notes"] == [NOTE]
     assert f"\nNote: {NOTE}" in list(describe(hybrid, found, found, 0.0))
+
+
+def test_a_plan_says_which_kernel_would_refuse_a_call():
+    """32 value heads of 128: 2^19 tokens of a rank are 2^31 elements, which is where `kernels.int32` refuses them."""
+    hybrid = asked(f"--model {OURS.model.name}").question(rates_of("H100"), 8)
+    hybrid = replace(hybrid, run=hybrid.run.replace(options={"chunk": None}, block=None))
+    assert hybrid.refusals(8 * (2**19 - 1)) == []
+    (refusal,) = hybrid.refusals(8 * 2**19)
+    assert refusal in hybrid.notes(8 * 2**19)
+    assert "a call of 524,288 tokens of each rank has 2,147,483,648: the step is refused" in refusal
+    assert "Chunks of 524,287 tokens pass" in refusal
+    chunks = replace(hybrid, run=hybrid.run.replace(options={"chunk": 2**18}))
+    assert chunks.refusals(8 * 2**19) == []
+    assert counted(replace(hybrid.shape.recurrence.layer, matrix=False, block=64), 1000) == 1000 * 32 * 256
 
 
 def test_longer_sequences_fit_a_hybrid_than_a_decoder_of_its_parameters_that_attends_everywhere():

@@ -8,7 +8,7 @@ import mistakes
 import pytest
 import referee
 from cases import ROOT
-from exactness import reproduce, stacks
+from exactness import page, reproduce, stacks
 from exactness.cases import CASES
 from exactness.judge import verdict
 from exactness.ranks import Processes
@@ -55,6 +55,23 @@ def test_a_stack_says_what_it_follows(stack):
     assert hasattr(made, "trainer") or all(hasattr(made, n) for n in ("prepare", "step", "gradients", "update"))
     lines = Path(stacks.__file__).with_name(f"{stack.replace('-', '_')}.py").read_text().splitlines()
     assert len(lines) <= 100
+
+
+def pinned_by(stack):
+    """The versions in its file of requirements."""
+    path = Path(stacks.__file__).with_name(f"{stack.replace('-', '_')}.txt")
+    return dict(line.split("==") for line in path.read_text().split()) if path.exists() else {}
+
+
+def test_each_stack_was_judged_with_the_versions_that_are_pinned_beside_it():
+    cells = page.read(referee.RESULT)["cells"]
+    assert set(cells) == set(stacks.known())
+    for name in stacks.known():
+        pinned, wanted = pinned_by(name), {*stacks.load(name).requires} - {"torch", "transformers"}
+        assert wanted <= pinned.keys(), name
+        for cell in cells[name].values():
+            assert {n: v for n, v in cell["versions"].items() if n in wanted} == {n: pinned[n] for n in wanted}, name
+    assert f"liger_kernel=={pinned_by('liger')['liger_kernel']}\n" in (ROOT / "env/cuda-py311.txt").read_text()
 
 
 @pytest.mark.parametrize("stack", reproduce.TEMPLATES)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from cases import check_refused, make_model, plain_step
 from datasets import Dataset
+from exactness.training import collate
 from pictures import IMAGE, document, rows_of, small_vlm
 from torch.utils.data import IterableDataset
 from trainers import (
@@ -15,7 +16,6 @@ from trainers import (
     accelerate_here,
     as_one_process,
     check_runs,
-    collate,
     errors,
     plain,
     run,

@@ -71,13 +71,14 @@ class Case:
     lora: bool = False
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Fields of TrainingArguments. A case that has some runs under a Trainer only."""
-    evaluate: bool = False
+    evaluate: int = 0
+    """Samples in a batch of the evaluation, which is of three; 0: none."""
     resume: int = 0
     """The step at which a first run is left, and a second goes on."""
 
     @property
     def only_under_trainer(self) -> bool:
-        return bool(self.arguments) or self.evaluate or bool(self.resume)
+        return bool(self.arguments) or bool(self.evaluate or self.resume)
 
 
 CASES = {
@@ -87,7 +88,8 @@ CASES = {
     "accumulation": Case(title="accumulation, unequal numbers of labels", data="prompts", accumulation=2),
     "packed": Case(title="packed documents, cut by ranks", data="packed"),
     "window": Case(title="sliding window", model="mistral"),
-    "evaluation": Case(title="evaluation", evaluate=True),
+    "evaluation": Case(title="evaluation", evaluate=1),
+    "eval batch": Case(title="evaluation, 3 samples in batches of 8", evaluate=8),
     "lora": Case(title="LoRA", lora=True),
     "clipping": Case(title="clipping of gradients", clip=0.5),
     "bf16": Case(title="weights in bf16", dtype="bfloat16", steps=1),

@@ -35,6 +35,12 @@ ADD = """## Add a stack
 Write a file in `papermill_runs/referee/exactness/stacks/`; `__init__.py` there has the few methods that it needs. Then
 `python papermill_runs/referee/referee.py --stack NAME` judges it, and `alst verify MODEL --stack NAME` runs it on a
 small copy of a model. A stack under a Trainer needs its settings only, as `accelerate_sp.py` shows.
+
+Beside the file of a stack, a file of requirements with the same name pins the packages with which it was judged. Put
+them into a folder of their own, beside the environment, whose PyTorch and transformers are kept:
+
+    python -m pip install --no-deps --target FOLDER -r papermill_runs/referee/exactness/stacks/ms_swift.txt
+    REFEREE_PATH=FOLDER python papermill_runs/referee/referee.py --again --stack ms-swift --case even
 """
 FAIR = """## What we could have set up wrongly
 
@@ -44,6 +50,8 @@ FAIR = """## What we could have set up wrongly
   CPUs. Attention is PyTorch's (`sdpa`), and `eager` for sinks and soft caps. A stack may be exact with FlashAttention
   on GPUs where it is wrong here, above all for packed documents and windows: transformers' page of Ulysses warns that
   SDPA may attend across packed samples, and recommends FlashAttention.
+- verl and ms-swift run in a loop that calls their functions as their trainers do, because these want Ray, or templates
+  of a hub's models. Plain PyTorch stands in for FlashAttention 2 there, which keeps packed documents and windows apart.
 - DeepSpeed's stacks run with ZeRO-3, as its tutorial does. Those that end with `zero2` show what another stage changes.
 - AdamW has an epsilon of 1e-6, because rounding of gradients near zero would decide what the weights become otherwise.
 - Models have two layers and random weights, so that every gradient counts: an error is larger here than in a trained
@@ -122,11 +130,17 @@ def _doc(stack: Any) -> str:
 
 
 def _link(stack: str, case: str, cell: dict[str, Any]) -> str:
-    written = reproduce.writable(stack, CASES[case], cell)
-    return f" ([reproducer](reproducers/{reproduce.file_of(stack, case)}))" if written else ""
+    if not reproduce.writable(stack, CASES[case], cell):
+        return ""
+    shows = f", which shows: {cell['reproduced']}" if "reproduced" in cell else ", not run"
+    return f" ([reproducer](reproducers/{reproduce.file_of(stack, case)}){shows})"
 
 
 TABLES = {
+    "notebooks/training.md": ("trainer", ("even", "uneven", "prompts", "accumulation", "no labels", "packed", "window",
+                              "evaluation", "eval batch", "lora", "smoothing", "resume"),
+                              {"ours-trainer": "TrainerMixin", "accelerate-sp": "sequence parallelism",
+                               "accelerate-sp-zero2": "the same with ZeRO-2", "accelerate-cp": "context parallelism"}),
     "README.md": ("referee", ("even", "uneven", "accumulation", "packed", "window"),
                   {"ours-trainer": "TrainerMixin", "accelerate-sp": "Accelerate's sequence parallelism",
                    "accelerate-sp-zero2": "the same with ZeRO-2"}),

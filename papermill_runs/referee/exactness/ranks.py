@@ -26,6 +26,8 @@ AFTER_ONE = 10.0
 """Seconds that the others have when one rank has failed."""
 SHOWN = re.compile(r"(loss|norm|grad_norm|eval_loss)'?:? (\d[\d.]*(?:e[+-]?\d+)?|nan|inf)")
 """A number that a reproducer prints, and its name; those that the Trainer prints are in quotes."""
+FOLDERS = re.compile(r"(?<![\w:/])/\S*/")
+"""Folders of this machine in a message."""
 Cell = dict[str, Any]
 
 
@@ -144,7 +146,7 @@ class Processes:
         if errors:
             told = [error.read_text().partition("\n")[::2] for error in errors]
             kind, reason = min(told, key=lambda one: one[0] != "refused")
-            return {"result": kind, "reason": " ".join(reason.split())[:300].strip()}
+            return {"result": kind, "reason": FOLDERS.sub("", " ".join(reason.split()))[:300].strip()}
         if late:
             return {"result": "does not run", "reason": f"hangs: ranks {late} gave no answer in {self.seconds:g} s"}
         if len(list(out.glob("found.*"))) < ranks:

@@ -111,7 +111,7 @@ def script(stack: str, case: Case, said: str) -> str:
     fields = {n: v for n, v in {**WIDTHS, **MODELS[case.model]}.items() if n not in left_out}
     kind = fields.pop("model_type", case.model)
     text = HEAD + TEMPLATES[stack]
-    evaluation = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 1}  # as the cell has it
+    evaluation = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": case.evaluate}
     arguments = {**case.arguments, **(evaluation if case.evaluate else {})}
     return text.format(
         title=case.title, stack=stack, said=said, run=RUN.get(stack, "python FILE"), kind=kind, fields=fields,

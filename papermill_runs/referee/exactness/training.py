@@ -189,7 +189,7 @@ def _under_trainer(
     own = dict(how.own)
     data, evaluation = DATA[case.data](), even(3, seed=8) if case.evaluate else None
     settings: dict[str, Any] = {
-        "per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "max_steps": case.steps,
+        "per_device_train_batch_size": 1, "per_device_eval_batch_size": case.evaluate or 1, "max_steps": case.steps,
         "gradient_accumulation_steps": case.accumulation, "logging_steps": 1, "learning_rate": LEARNING_RATE,
         "lr_scheduler_type": "constant", "adam_epsilon": EPSILON, "weight_decay": 0.0, "report_to": [],
         "max_grad_norm": case.clip or NO_CLIPPING, "save_strategy": "no", "disable_tqdm": True, "log_level": "error",
@@ -273,10 +273,16 @@ def deepspeed_gradients(model: nn.Module) -> dict[str, Tensor]:
 def on_cpu_ranks() -> None:
     """Accelerate knows no DeepSpeed and no FSDP on CPUs: it is told of several devices, which send with gloo."""
     from accelerate.state import PartialState
-    from accelerate.utils import DistributedType
 
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
-    PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
+    PartialState._prepare_backend = several_devices
+
+
+def several_devices(*_: Any, **__: Any) -> tuple[str, Any]:
+    """In place of `PartialState._prepare_backend`."""
+    from accelerate.utils import DistributedType
+
+    return "gloo", DistributedType.MULTI_GPU
 
 
 def zero(stage: int) -> dict[str, Any]:

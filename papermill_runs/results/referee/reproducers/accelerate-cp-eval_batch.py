@@ -1,0 +1,28 @@
+"""evaluation, 3 samples in batches of 8: accelerate-cp against plain transformers.
+Run: python FILE, on two GPUs (on CPUs PyTorch's ring has no attention operators). wrong by: evaluation loss 1.4%; first: no module: how gradients are summed over ranks or batches, or what is reported"""
+import os, subprocess, sys
+if "RANK" not in os.environ and sys.argv[1:] != ["plain"]:
+    for command in ([__file__, "plain"], ["-m", "torch.distributed.run", "--nproc-per-node=2", __file__]):
+        subprocess.run([sys.executable, *command], check=True)
+    sys.exit()
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+plain, _ = sys.argv[1:] == ["plain"], torch.manual_seed(0)
+config = AutoConfig.for_model('llama', use_cache=False, **{'vocab_size': 96, 'hidden_size': 32, 'intermediate_size': 48, 'num_hidden_layers': 2, 'num_attention_heads': 4, 'num_key_value_heads': 2, 'head_dim': 8, 'tie_word_embeddings': False})
+model = AutoModelForCausalLM.from_config(config, attn_implementation='sdpa', dtype=torch.float32)
+for p in model.parameters(): p.data += 0.1 * torch.randn_like(p)
+ids, positions = torch.randint(3, 96, (3, 40)), torch.arange(40)
+labels = ids.clone()
+from accelerate import ParallelismConfig
+more = {"use_cpu": True} if plain else {"parallelism_config": ParallelismConfig(cp_size=2), "fsdp": True,
+    "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
+rows = [{"input_ids": x, "labels": y, "position_ids": positions} for x, y in zip(ids, labels)]
+args = TrainingArguments(
+    "out", per_device_train_batch_size=1, max_steps=3, logging_steps=1, learning_rate=2e-3, max_grad_norm=1000000000.0,
+    gradient_accumulation_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, bf16=False,
+    **more, eval_strategy='steps', eval_steps=1, per_device_eval_batch_size=8)
+collate = lambda s: {n: torch.stack([x[n] for x in s]) for n in s[0]}
+trainer = Trainer(model, args, train_dataset=rows, eval_dataset=rows, data_collator=collate)
+trainer.train()
+if os.environ.get("RANK", "0") == "0":
+    for line in trainer.state.log_history[:-1]: print({n: line[n] for n in ("loss", "grad_norm", "eval_loss") if n in line})
