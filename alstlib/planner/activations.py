@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from alstlib.base.config import RunConfig
 from alstlib.base.options import Options, TiledPart
-from alstlib.base.sizing import kept_on_host, keys_and_values, kv_needed, sdpa_kernel
+from alstlib.base.sizing import bytes_away, kept_on_host, kept_with_disk, keys_and_values, kv_needed, sdpa_kernel
 from alstlib.planner.fits import Lines, StepQuestion, element_bytes, in_layer, lines_at, part_of
 from alstlib.planner.model_shapes import Shape
 from alstlib.planner.streaming import Streaming, copied_bytes, host_room, kv_on_host, output_bytes, streaming_of
@@ -46,6 +46,11 @@ class Activations:
     attention_share: float = 1.0
     """The share of the pairs of queries and keys that attention computes: less than 1 with sparse pages."""
 
+    disk: int = 0
+    """Checkpoints that wait on a disk."""
+    disk_short: bool = False
+    """Whether a larger disk would take what neither host nor disk has room for."""
+
     @property
     def peak(self) -> int:
         return sum(self.device.values())
@@ -54,7 +59,7 @@ class Activations:
 def activations(
     shape: Shape, run: RunConfig, ranks: int, seq_len: int, device: str, room: int | None = None,
     workspace: bool = True, capability: int = 9, free: int | None = None,
-    held: Callable[[str], float] = lambda part: 0.0,
+    held: Callable[[str], float] = lambda part: 0.0, disk: int = 0,
 ) -> Activations:  # fmt: skip
     """Device and host memory of one of `ranks` ranks that share each sample of `seq_len` tokens.
 
@@ -66,6 +71,7 @@ def activations(
         free: device bytes before the first layer, of which `on_host="auto"` leaves keys and values a part; None: it
             leaves them the device.
         held: bytes of model states in a part of the model (`part_of`): the peak is the largest sum of both.
+        disk: bytes of a disk under the host for this rank.
 
     Raises:
         ValueError: a model or an option that `apply` refuses.
@@ -81,14 +87,14 @@ def activations(
     chunk = min(rows, run.chunk or rows)
     row, output = rows * shape.width * element, output_bytes(shape, rows, element)
     streaming = streaming_of(shape, run, ranks, rows, element, free, room) if chunk < rows else Streaming()
-    every, outputs, host, needed = _kept(run, shape, row, output, room, streaming)
+    every, outputs, host, needed, away, short = _kept(run, shape, row, output, room, streaming, disk)
     kernel, gpu = kernel_of(shape, run, device, capability), workspace and device == "cuda"
     taken = kernel_workspace(shape, kernel, chunk, run.data.packed) if gpu else 0.0
     ahead = gpu and streaming.kv  # copies run ahead of the computation
     pages = streaming.keys * (streaming.on_device(True) - streaming.on_device(False)) if ahead else 0.0
     kept = [True] * (outputs > 0) + [False] * (outputs < max(1, shape.attending))
     lines = [lines_at(_asked(shape, run, ranks, device, capability, streaming, save), rows) for save in kept]
-    if every == len(lines) == 1:  # all layers are alike, as they were simulated
+    if every == len(lines) == 1 and not away:  # all layers are alike, as they were simulated
         needed, host = needed + lines[0].host_at(rows) - host, lines[0].host_at(rows)
 
     def beside(place: str, kernels: bool, found: dict[str, float]) -> None:
@@ -106,7 +112,7 @@ def activations(
     return Activations(
         _bytes(best), where, host, needed, outputs / max(1, shape.attending), every, kernel, streaming.hidden,
         copied_bytes(run, shape.layers, every, row, outputs * output, streaming, chunks, shape.attending),
-        streaming.attention_share(chunks),
+        streaming.attention_share(chunks), away, short,
     )  # fmt: skip
 
 
@@ -204,24 +210,27 @@ def _by_blocks(
 
 
 def _kept(
-    run: RunConfig, shape: Shape, row: int, output: int, free: int | None, streaming: Streaming
-) -> tuple[int, int, int, int]:
+    run: RunConfig, shape: Shape, row: int, output: int, free: int | None, streaming: Streaming, disk: int
+) -> tuple[int, int, int, int, int, bool]:
     """What `MemoryPlan` decides: of how many layers one input is kept, layers whose attention outputs are kept, host
-    bytes of both, and the least host bytes that would do. What `auto` keeps on a GPU, where only room is taken that
-    nothing else needs, is not foretold."""
+    bytes of both, the least host bytes that would do, bytes on the disk, and whether that is too small. What `auto`
+    keeps on a GPU, where only room is taken that nothing else needs, is not foretold."""
     layers, save = shape.layers, run.options.save_attention
     if not run.options.checkpoint:
-        return 1, 0, 0, 0
+        return 1, 0, 0, 0, 0, False
     if not run.options.offload:
-        return 1, shape.attending if save is True else 0, 0, 0
+        return 1, shape.attending if save is True else 0, 0, 0, 0, False
     room = host_room(run, free)
     how: dict[str, Any] = {
         "streamed": run.chunk is not None, "travels": streaming.hidden, "tables": streaming.tables,
         "pages": streaming.keys * streaming.kv, "attending": shape.attending,
     }  # fmt: skip
-    every, outputs, needs = kept_on_host(room, layers, row, output, save, **how)
+    every, outputs, needs, staged = kept_with_disk(room, disk, layers, row, output, save, **how)
     least = kept_on_host(0, layers, row, output, save, **how)[2]
-    return every, outputs, needs + (outputs * output if save == "auto" else 0), least
+    needs += outputs * output if save == "auto" else 0
+    away = bytes_away(room, needs, staged, layers * row + outputs * output)
+    short = bool(disk) and not staged and kept_with_disk(room, 2**62, layers, row, output, save, **how)[3] > 0
+    return every, outputs, needs + staged - away, needs + staged - away if staged else least, away, short
 
 
 def kernel_of(shape: Shape, run: RunConfig, device: str, capability: int = 9) -> str:

@@ -79,6 +79,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--host-memory", metavar="BYTES",
         help="the host memory of each node, such as 1.9TB or 1.9TiB (default: what clouds have with such GPUs)",
     )  # fmt: skip
+    where.add_argument(
+        "--disk", metavar="BYTES",
+        help="a disk of each node for the checkpoints that the host has no room for, such as 2TB (default: none)",
+    )  # fmt: skip
+    where.add_argument(
+        "--disk-rate", metavar="BYTES",
+        help="what that disk writes and reads in a second, such as 5GB/s (default: 5GB/s, or as measured)",
+    )  # fmt: skip
+    where.add_argument(
+        "--disk-life", metavar="BYTES", help="what that disk may be written in its life, such as 7000TB: shown in days"
+    )
     each = {"context": "the CUDA context on each GPU", "nccl": "NCCL's buffers on each GPU",
             "process": "the process of each rank on the host"}  # fmt: skip
     for name, text in each.items():
@@ -130,6 +141,13 @@ class Request:
             gpus=gpus, per_node=per_node, gpu_memory=memory, host_memory=host, rates=rates,
             device=measured.device if measured else "cuda", overheads=Overheads(**terms),
         )  # fmt: skip
+        if args.disk:
+            rate = parse_quantity(args.disk_rate.removesuffix("/s"), "disk-rate") if args.disk_rate else None
+            usual_rate = measured.disk_rate if measured else machine.disk_rate
+            machine = replace(
+                machine, disk=parse_quantity(args.disk, "disk"), disk_rate=float(rate or usual_rate),
+                disk_life=parse_quantity(args.disk_life, "disk-life") if args.disk_life else None,
+            )  # fmt: skip
         run = with_degree(self.shape, self.run, machine, args.preset)
         ranks = run.engine.sp or gpus
         if self.seq_len is not None and self.seq_len < ranks:
@@ -140,6 +158,9 @@ class Request:
             "host_memory": f"{args.host_memory or ('free as measured' if measured else 'assumed')}: "
             f"{host / GIB:,.0f} GiB on each node" if host else "no limit",
         }  # fmt: skip
+        if machine.disk is not None:
+            rate_text = f"{machine.disk_rate / 1e9:.3g} GB/s"
+            understood["disk"] = f"{args.disk}: {machine.disk / GIB:,.0f} GiB on each node, {rate_text}"
         if self.seq_len:
             understood["seq_len"] = f"{args.seq_len}: {self.seq_len:,} tokens"
         if gpus > 1:
@@ -254,8 +275,9 @@ def _reach(one: Variant) -> dict[str, Any]:
 
 def speeds(question: Question, found: Prediction) -> dict[str, Any]:
     """A prediction with what it means for each GPU."""
-    rate, share = question.tokens_per_second(found), question.mfu(found)
-    return {**found.to_dict(), "tokens_per_second_per_gpu": rate, "mfu": share}
+    rate, share, days = question.tokens_per_second(found), question.mfu(found), question.days_of_disk(found)
+    life = {} if days is None else {"days_of_disk": days}
+    return {**found.to_dict(), "tokens_per_second_per_gpu": rate, "mfu": share, **life}
 
 
 MOST = 1024

@@ -4,6 +4,7 @@ tensor."""
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,6 +18,10 @@ UNKNOWN = "a GPU of unknown rates"
 CPU_PROCESS = 500 * 2**20
 """Host bytes of a rank's process on a CPU before its first tensor, as measured: Python, PyTorch, transformers,
 DeepSpeed. Pages of libraries, which processes share, do not count."""
+
+
+DISK_RATE = 5e9
+"""Bytes a second of a disk that nothing is known of: what an NVMe drive of PCIe 4 writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +48,12 @@ class Machine:
     """Bytes that PyTorch finds on a GPU (`gpus.label_bytes` knows labels); None for no limit."""
     host_memory: int | None = None
     """Bytes of a node's memory; None for no limit."""
+    disk: int | None = None
+    """Bytes of each node's disk for checkpoints; None: it is not used."""
+    disk_rate: float = DISK_RATE
+    """Bytes a second that a node's disk writes, and that it reads."""
+    disk_life: int | None = None
+    """Bytes that may be written to it in its life; None: not known."""
     rates: Rates = field(default_factory=lambda: rates_of("H100"))
     device: str = "cuda"
     """`cpu`: ranks on a CPU that stand in for GPUs. What is on their device lies in the host's memory too, and has no
@@ -82,6 +93,8 @@ def machine_of(run: RunConfig, nodes: int, gpus: int, host: int | None = None, g
     memory, host = run.limits.device_memory, host_free() if host is None else host
     ranks = run.engine.world_size
     here = Machine(gpus=ranks, per_node=max(1, ranks // nodes), gpu_memory=memory, host_memory=host)
+    if (disk := run.options.disk) is not None and Path(disk.folder).is_dir():
+        here = replace(here, disk=shutil.disk_usage(disk.folder).free)
     if not gpus:
         return replace(here, device="cpu", overheads=Overheads(process=CPU_PROCESS))
     name, found = devices.first_gpu()
@@ -102,7 +115,9 @@ def read_machine(path: str | Path) -> Machine:
         rates, overheads = measured_rates(metrics), metrics["overheads"]
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise ValueError(f"machine='{path}' holds no measured machine ({e!r}): name a result of `alst check`") from e
+    disk = [min(metrics["rates"].get(name, [0])) for name in ("disk_write", "disk_read")]  # of each rank
     return Machine(
+        disk_rate=min(disk) * metrics["ranks_of_node"] or DISK_RATE,
         gpus=metrics["ranks"], per_node=metrics["ranks_of_node"], gpu_memory=metrics["gpu_memory"],
         host_memory=metrics["host_memory"], rates=rates, device="cuda" if metrics["gpu_memory"] else "cpu",
         overheads=Overheads(context=overheads["context"], nccl=overheads["nccl"], process=0),

@@ -84,6 +84,8 @@ class Prediction:
     """The parts of one optimizer step; `step` is the time that passes."""
     loading: Loading
     """What loading the model takes, before the first step."""
+    disk_limit: int | None = None
+    """This rank's share of a disk for checkpoints (`activations.disk`)."""
 
     @property
     def device_peak(self) -> int:
@@ -112,8 +114,11 @@ class Prediction:
 
     @property
     def reason(self) -> str:
-        """`limit`, or `host` where the device's memory is exceeded because the host is full: it keeps one layer's input
-        in k (`activations.inputs_kept_every`), and during backward the device holds the others."""
+        """`limit`, or `disk` where a larger one would do, or `host` where the device's memory is exceeded because the
+        host is full: it keeps one layer's input in k (`activations.inputs_kept_every`), and during backward the device
+        holds the others."""
+        if self.limit in ("device", "host") and self.activations.disk_short:
+            return "disk"
         full = self.activations.inputs_kept_every > 1 and not self.activations.hidden_on_host
         over = self.device_peak - (self.device_limit or 0)
         return "host" if self.limit == "device" and full and over <= self.device.get("checkpoints", 0) else self.limit
@@ -137,6 +142,7 @@ class Prediction:
                        "peak_place": kept.place},
             "host": {"peak": self.host_peak, "limit": self.host_limit, "by_category": self.host,
                      "attention_kept": kept.attention_kept, "inputs_kept_every": kept.inputs_kept_every},
+            **({"disk": {"peak": kept.disk, "limit": self.disk_limit}} if self.disk_limit is not None else {}),
             "kernel": kept.kernel, "step_seconds": self.seconds,
             "loading": {**asdict(self.loading), "why": self.loading.why},
         }  # fmt: skip
@@ -187,6 +193,9 @@ def predict(shape: Shape, run: RunConfig, machine: Machine, seq_len: int, preset
         limit = machine.host_memory // machine.ranks_of_node
         host = {**host, "process": machine.overheads.process}
     room = None if limit is None else max(0, limit - sum(host.values()))
+    disk = None if machine.disk is None else machine.disk // machine.ranks_of_node
+    if disk is not None and run.options.disk is not None and run.options.disk.bytes is not None:
+        disk = min(disk, run.options.disk.bytes)
 
     def of_states(part: str) -> int:
         return sum(held.at(part).values())
@@ -199,7 +208,7 @@ def predict(shape: Shape, run: RunConfig, machine: Machine, seq_len: int, preset
             free = max(0, machine.gpu_memory - sum(machine.overhead().values()) - of_states("layer"))
         found = activations(
             shape, run, ranks, seq_len, machine.device, room, capability=machine.rates.capability, free=free,
-            held=of_states,
+            held=of_states, disk=disk or 0,
         )  # fmt: skip
     device = {**machine.overhead(), **held.at(part_of(found.place)), **found.device}
     needed = sum(host.values()) + found.host_needed + (sum(device.values()) if machine.device == "cpu" else 0)
@@ -209,7 +218,7 @@ def predict(shape: Shape, run: RunConfig, machine: Machine, seq_len: int, preset
         seq_len=seq_len, device=device,
         device_limit=machine.gpu_memory, host=host, host_limit=limit, host_needed=needed, activations=found,
         seconds=step_seconds(shape, run, machine, ranks, seq_len, found, preset),
-        loading=Loading() if preset == "paper" else loading(shape, run, machine),
+        loading=Loading() if preset == "paper" else loading(shape, run, machine), disk_limit=disk,
     )  # fmt: skip
 
 

@@ -224,6 +224,15 @@ class Question:
         share = self.mfu(found)
         return f"{self.tokens_per_second(found):,.0f} tokens/s for each GPU" + (f", MFU {share:.0%}" if share else "")
 
+    def written(self, found: Prediction) -> int:
+        """Bytes that a step writes to a node's disk."""
+        return found.activations.disk * self.machine.ranks_of_node * self.run.optim.accumulation
+
+    def days_of_disk(self, found: Prediction) -> float | None:
+        """Days of training after which a node's disk has been written what it may be; None where that is not known."""
+        life, written = self.machine.disk_life, self.written(found)
+        return life / written * found.seconds["step"] / 86400 if life and written else None
+
     @property
     def name(self) -> str:
         return f"{self.machine.gpus} x {self.machine.rates.name}"

@@ -79,6 +79,11 @@ def table(found: Prediction, machine: Machine, speed: str | None = "", parts: bo
         add(f"{where}, each {each}", sized(total, found), _of(where, total, has, found, machine, parts))
         if parts and speed is not None:
             made.add_row()
+    if found.disk_limit is not None:
+        there, nbytes = f"of {sized(found.disk_limit, found)}; ", found.activations.disk
+        add(
+            f"disk, each {each}", sized(nbytes, found), f"{there}{'written once a step' if nbytes else 'no need of it'}"
+        )
     if found.loading.host and (not parts or found.loading.why):
         there = "" if found.loading.host_limit is None else f"of {sized(found.loading.host_limit, found)}; "
         add("loading", sized(found.loading.host, found), f"{there}the host of the first node")
@@ -153,6 +158,8 @@ def limited_by(beyond: Prediction) -> str:
             f"host memory limits it: the host is full with one layer's input in {every} (k={every}), and the device "
             "has no room for the others"
         )
+    if beyond.reason == "disk":
+        return "the disk limits it: it has no room for all checkpoints that the host has no room for"
     return f"{f'{beyond.reason} memory' if beyond.reason else 'nothing known'} limits it"
 
 
@@ -194,6 +201,10 @@ def describe(question: Question, best: Prediction | None, found: Prediction | No
     found = found or question.at(question.shortest)
     yield f"\nAt {found.seq_len:,} tokens:\n"
     yield table(found, machine, None if best is None else question.speed(found))
+    if written := question.written(found):
+        days = question.days_of_disk(found)
+        life = f", which is at the end of its life after {days:,.0f} days of this training" if days else ""
+        yield f"\nEach step writes {format_bytes(written)} to a node's disk{life}."
     if ours and not found.fits:
         say("looking for what works", each * len(HELP))
         yield from describe_remedies(question, found, nothing=best is None)

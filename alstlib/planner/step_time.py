@@ -118,6 +118,10 @@ def step_seconds(
     waited = max(0.0, zero_seconds(shape, run, machine, remade) * blocks - computing)
     if run.options.offload:
         waited += offload if run.options.offload == "sync" else max(0.0, offload - computing)
+    if found.disk:  # written in the forward, and read in the backward
+        through = found.disk / (machine.disk_rate / machine.ranks_of_node) * times
+        ahead = (sum(linear.values()) / rates.matmul + attention / forward) / ranks * times
+        waited += max(0.0, through - ahead) + max(0.0, through - computing + ahead)
     shard = trained(shape, run) / (machine.gpus if run.engine.zero_stage else 1)
     away = run.engine.offload_optimizer and run.engine.zero_stage
     made["waiting for memory and network"] = waited

@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Iterator
 
 from alstlib.base.config import Engine, Model, RunConfig
+from alstlib.base.options import Options
 from alstlib.base.units import GIB, format_bytes
 from alstlib.planner.gpus import rates_named
 from alstlib.planner.tables import console, listed
@@ -29,7 +30,8 @@ SHOWN = {
     "attention_backward": ("attention, backward", 1e12, "TFLOPS"), "to_host": ("device to host", 1e9, "GB/s"),
     "from_host": ("host to device", 1e9, "GB/s"), "host_memory": ("AdamW on the host", 1e9, "GB/s"),
     "link": ("all-to-all in a node", 1e9, "GB/s"), "network": ("all-to-all over nodes", 1e9, "GB/s"),
-    "all_reduce": ("all-reduce", 1e9, "GB/s"),
+    "all_reduce": ("all-reduce", 1e9, "GB/s"), "disk_write": ("host to disk", 1e9, "GB/s"),
+    "disk_read": ("disk to host", 1e9, "GB/s"),
 }  # fmt: skip
 """Rates: their name, unit, and the unit's name."""
 UNEVEN, LOW, SLOW_LINK = 0.8, 0.6, 0.5
@@ -49,14 +51,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", default="alst_machine", metavar="FOLDER", help="the folder of the result (default: %(default)s)"
     )
+    parser.add_argument(
+        "--disk", metavar="FOLDER", help="the folder whose disk is measured (default: that of the result)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
 
 def check(args: argparse.Namespace) -> int:
     """The command; its exit status is EXIT's."""
-    run = launch.resolve(
-        RunConfig(row="check", model=Model(name=args.model), engine=Engine(world_size=args.ranks, sp=0))
-    )
+    options = Options(offload=True, disk=args.disk) if args.disk else Options()
+    engine = Engine(world_size=args.ranks, sp=0)
+    run = launch.resolve(RunConfig(row="check", model=Model(name=args.model), engine=engine, options=options))
     show = None if args.json else launch.progress_printer()
     try:
         result = launch.launch(run, args.out, worker=WORKER, on_progress=show, force=True)

@@ -42,6 +42,19 @@ def test_a_plan_says_what_fits_and_why_and_what_is_computed_before_it(plan):
         assert text in out, text
 
 
+def test_a_disk_is_counted(plan, planned):
+    of = "--model meta-llama/Llama-3.1-8B --gpus 8 --host-memory 0.6TB --seq-len 2M"
+    disk = "--disk 10TB --disk-rate 20GB/s --disk-life 7000TB"
+    found = planned(disk, of=of)
+    written, step = 8 * found["disk"]["peak"], found["step_seconds"]["step"]
+    assert found["days_of_disk"] == pytest.approx(7e15 / written * step / 86400)
+    out = plan(disk, of=of)
+    for text in ("10TB: 9,313 GiB on each node, 20 GB/s", "written once a step",
+                 f"Each step writes {format_bytes(written)} to a node's disk, which is at the end of its life after "
+                 f"{found['days_of_disk']:,.0f} days"):  # fmt: skip
+        assert text in out, text
+
+
 def test_lines_are_short(alst, monkeypatch):
     monkeypatch.setattr("alstlib.planner.command.console", lambda: tables.console(80))
     for options, status in ((EIGHT, 0), (f"{EIGHT} --gpus 2 --seq-len 6M", 1), ("--seq-len 2M", 0)):

@@ -131,6 +131,28 @@ def test_the_host_gives_up_outputs_before_inputs():
     assert all(one.host_peak <= one.host_limit for one in found)
 
 
+def test_a_disk_takes_what_the_host_has_no_room_for():
+    def at(host, disk, rate=5e9, run=OURS):
+        return predict(EIGHT_B, run, Machine(gpus=8, host_memory=host, disk=disk, disk_rate=rate), 2_000_000)
+
+    rich, poor = at(9 * 10**12, 10**13), at(6 * 10**11, None)
+    found, slow, small = (at(6 * 10**11, disk, rate) for disk, rate in ((10**13, 5e9), (10**13, 1e8), (10**10, 5e9)))
+    assert rich.activations.disk == poor.activations.disk == small.activations.disk == 0
+    assert (rich.seconds, small.activations.inputs_kept_every) == (
+        at(9 * 10**12, None).seconds, poor.activations.inputs_kept_every
+    )  # fmt: skip
+    assert small.activations.disk_short
+    kept = found.activations
+    assert (kept.attention_kept, kept.inputs_kept_every, kept.disk_short) == (1, 1, False)
+    assert found.host_peak <= found.host_limit
+    whole = rich.host["checkpoints"]  # and three layers are on their way
+    assert found.host["checkpoints"] + kept.disk == pytest.approx(whole * (1 + 3 / EIGHT_B.layers), rel=1e-3)
+    each = kept.disk / (1e8 / 8)  # a rank's writing, and its reading
+    assert slow.seconds["step"] - found.seconds["step"] == pytest.approx(2 * each, rel=0.1)
+    limited = OURS.replace(options={"disk": {"folder": "/scratch", "bytes": "1GB"}})
+    assert at(6 * 10**11, 10**13, run=limited).disk_limit == 10**9
+
+
 @pytest.mark.parametrize("row, first, also", [
     ("baseline", "sequence parallelism over all GPUs", "tiled loss"),
     ("ulysses", "checkpoints on the host", "tiled MLP"),

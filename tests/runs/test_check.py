@@ -21,7 +21,13 @@ GIB = 2**30
 def measure(rank, world, out):
     from alstlib.runs.train import machine_rates
 
-    small = {"LENGTH": {"cpu": 64}, "ROWS": {"cpu": 16}, "MESSAGE": {"cpu": 4096}, "WEIGHTS": {"cpu": 1000}}
+    small = {
+        "LENGTH": {"cpu": 64},
+        "ROWS": {"cpu": 16},
+        "MESSAGE": {"cpu": 4096},
+        "WEIGHTS": {"cpu": 1000},
+        "DISK_BYTES": 2**20,
+    }
     run = RunConfig(model={"name": "tiny"}, engine={"world_size": world, "sp": world})
     with mock.patch.multiple(machine_rates, **small):
         return machine_rates.MeasureRates(run, Path(out))()
@@ -31,7 +37,16 @@ def test_two_ranks_measure_and_a_plan_reads_it(ranks2, tmp_path, capsys, alst):
     metrics = ranks2(measure, str(tmp_path))[0]
     assert metrics["ranks"] == metrics["ranks_of_node"] == len(metrics["links"]) == len(metrics["places"]) == 2
     rates = metrics["rates"]
-    for name in ("matmul", "attention_forward", "attention_backward", "host", "host_memory", "link", "all_reduce"):
+    for name in (
+        "matmul",
+        "attention_forward",
+        "attention_backward",
+        "host",
+        "host_memory",
+        "link",
+        "all_reduce",
+        "disk_read",
+    ):
         assert len(rates[name]) == 2, name
         assert min(rates[name]) > 0, name
     assert "network" not in rates
@@ -49,6 +64,7 @@ def test_two_ranks_measure_and_a_plan_reads_it(ranks2, tmp_path, capsys, alst):
 
     machine, seconds = planned(tmp_path)
     assert (machine.gpus, machine.device, machine.gpu_memory) == (2, "cpu", None)
+    assert machine.disk_rate == 2 * min(rates["disk_write"] + rates["disk_read"])
     assert machine.rates.name.endswith(" as measured")
     assert machine.rates.matmul == min(rates["matmul"])
     rates["matmul"] = [2 * rate for rate in rates["matmul"]]

@@ -9,6 +9,7 @@ and the slowest one counts. `alst plan --machine DIR` plans with it.
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import platform
 import socket
@@ -29,6 +30,7 @@ from alstlib.base.sizing import cores, host_free
 from alstlib.kernels.attention import attention_backward, attention_forward
 from alstlib.kernels.backends import choose_backend
 from alstlib.kernels.rule import Attended, Rule
+from alstlib.offload.disk_store import DiskFile
 from alstlib.planner.model_shapes import read_shape
 from alstlib.planner.step_time import ADAM_BYTES
 from alstlib.runs.train.worker import Job, node_count, run_worker, wait_for
@@ -42,6 +44,8 @@ MESSAGE = {"cuda": 512 * MIB, "cpu": 16 * MIB}
 """Bytes of a rank in a collective, and of a copy between device and host."""
 WEIGHTS = {"cuda": 64 * MIB, "cpu": 4 * MIB}
 """Weights of a rank's AdamW on the host."""
+DISK_BYTES, DISK_SECONDS = 256 * MIB, 2.0
+"""Bytes of a rank's turn on a disk, and about how long all of them take at most."""
 REPEATS = 5
 
 
@@ -97,8 +101,8 @@ class MeasureRates(Job):
     def __call__(self) -> dict[str, Any]:
         began = time.monotonic()
         rates: dict[str, list[float]] = {}
-        for i, measure in enumerate((self.matmul, self.attention, self.copies, self.adam, self.collectives)):
-            self.say(f"measurement {i + 1} of 5: {measure.__name__}")
+        for i, measure in enumerate((self.matmul, self.attention, self.copies, self.adam, self.disk, self.collectives)):
+            self.say(f"measurement {i + 1} of 6: {measure.__name__}")
             for key, value in measure().items():
                 rates[key] = self.every(value)
         links = self.links()
@@ -159,6 +163,28 @@ class MeasureRates(Job):
         weight.grad = torch.ones_like(weight)
         optimizer = torch.optim.AdamW([weight], fused=True)
         return {"host_memory": ADAM_BYTES * weight.numel() / self.seconds(optimizer.step)}
+
+    def disk(self) -> dict[str, float]:
+        """Bytes a second that the folder of `options.disk`, else of the result, writes and reads past the page cache,
+        as checkpoints are (`offload.disk_store`): as many pieces as about `DISK_SECONDS` take, all ranks at once."""
+        folder = self.run.options.disk.folder if self.run.options.disk else str(self.out)
+        file, found = DiskFile(folder), dict[str, float]()
+        memory = torch.frombuffer(mmap.mmap(-1, DISK_BYTES), dtype=torch.uint8)
+        memory.random_()
+        room = int(min(self.every(float(file.room()))))
+        if room < 4 * DISK_BYTES or not all(self.every(float(file.direct))):
+            return {}  # the page cache would be measured
+        file.allocate(3 * DISK_BYTES)
+        for name, move in (("disk_write", file.write), ("disk_read", file.fill)):
+            dist.barrier()
+            began, moved = time.perf_counter(), 0
+            while moved < 3 and (moved == 0 or time.perf_counter() - began < DISK_SECONDS / 3):
+                for one in move(memory, moved * DISK_BYTES, lambda: None):
+                    one.result()
+                moved += 1
+            found[name] = moved * DISK_BYTES / (time.perf_counter() - began)
+        file.close()
+        return found
 
     def collectives(self) -> dict[str, float]:
         """Bytes a second that a rank sends in an all-to-all: among the ranks of a node, and among all."""
