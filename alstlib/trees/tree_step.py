@@ -108,6 +108,11 @@ def tree_step(
                 "the model's rotary frequencies depend on the longest position, which differs between trajectories "
                 "that share a prefix: call block_step with one trajectory at a time"
             )
+        if handle.facts.attention_chunk is not None or handle.facts.scales_by_position:
+            raise ValueError(
+                "the model has chunked attention, or queries that are scaled by position, which paths of a tree do not "
+                "have: call block_step with one trajectory at a time"
+            )
         mine = [trajectory_of(one) for one in trajectories]
         agreement.in_group = {"the trajectories": checksum(t for one in mine for t in one)}
         tree = tree_of(mine, ctx.sp)
