@@ -13,9 +13,11 @@ COMMON = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_
           "eos_token_id": 1, "pad_token_id": 2, "tie_word_embeddings": False}  # fmt: skip
 LAYER_TYPES = ["sliding_attention", "full_attention"]
 ZOO = yaml.safe_load(Path(__file__).with_name("zoo.yaml").read_text())
-MODELS, MORE, HYBRIDS, MORE_HYBRIDS = (ZOO[name] for name in ("MODELS", "MORE", "HYBRIDS", "MORE_HYBRIDS"))
-"""transformers' config and its fields: of decoders whose layers all attend, and of those with layers that carry a
-state."""
+MODELS, MORE, HYBRIDS, MORE_HYBRIDS, APART = (
+    ZOO[name] for name in ("MODELS", "MORE", "HYBRIDS", "MORE_HYBRIDS", "APART")
+)
+"""transformers' config and its fields: of decoders whose layers all attend, of those with layers that carry a state,
+and of those that the net does not draw."""
 
 
 def trainable(config, dtype, seed=0, **how):
@@ -29,7 +31,7 @@ def trainable(config, dtype, seed=0, **how):
 
 
 def build(name, dtype=torch.float32, seed=0, **overrides):
-    kind, fields = {**MODELS, **MORE}[name]
+    kind, fields = {**MODELS, **MORE, **APART}[name]
     config = getattr(transformers, kind)(**{**COMMON, **fields, **overrides})
     return trainable(config, dtype, seed, attn_implementation="eager")
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 
+from alstlib.hf.by_position import attention_chunk, scaled_queries, scales_by_position
 from alstlib.hf.handle import Handle
 from alstlib.hf.support import by_longest, check_attention
 from alstlib.hf.vision import tower_modules
@@ -23,6 +24,7 @@ def attach_attention(handle: Handle) -> None:
     layer_of = weakref.WeakKeyDictionary(
         {m: i for i, layer in enumerate(handle.facts.layers) for m in layer.modules()}
     )  # fmt: skip
+    scaled = weakref.WeakSet(_leave_scales_out(handle))
 
     def attend(
         module: nn.Module,
@@ -38,10 +40,16 @@ def attach_attention(handle: Handle) -> None:
         assert handle is not None  # hooks of the model hold it
         state = handle.running
         check_attention(module, attention_mask, dropout, kwargs)
+        inputs = state.inputs
+        if module in scaled:
+            assert inputs.positions is not None
+            rows = slice(None) if state.part is None else state.part.rows
+            query = scaled_queries(module, query, inputs.positions[:, rows])
         query, key, value = _one_dtype(query, key, value)
         how: dict[str, Any] = {
             "scale": scaling, "window": kwargs.get("sliding_window"), "softcap": kwargs.get("softcap"),
-            "sinks": kwargs.get("s_aux"), "documents": state.inputs.documents, "saved": state.saved,
+            "sinks": kwargs.get("s_aux"), "saved": state.saved,
+            "documents": inputs.documents if attention_chunk(module) is None else inputs.chunks,
         }  # fmt: skip
         if state.part is None:
             out = handle.attention(query, key, value, **how)
@@ -57,6 +65,27 @@ def attach_attention(handle: Handle) -> None:
         configs = {n: v for n, v in module.__dict__.items() if isinstance(v, PreTrainedConfig)}
         for attribute, config in configs.items() if module is not handle.model and module not in towers else ():
             handle.edits.set(module, attribute, _view(handle, config, name, views))
+
+
+def _leave_scales_out(handle: Handle) -> set[nn.Module]:
+    """Tell the modules that scale queries by position to leave it out; returns them."""
+
+    def without_scale(module: Any, original: Any) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if handle.plain:
+                return original(*args, **kwargs)
+            module.attn_temperature_tuning = False
+            try:
+                return original(*args, **kwargs)
+            finally:
+                module.attn_temperature_tuning = True
+
+        return forward
+
+    found = {m for layer in handle.facts.layers for m in layer.modules() if scales_by_position(m)}
+    for module in found:
+        handle.set_forward(module, without_scale(module, module.forward))
+    return found
 
 
 def _view(handle: Handle, config: PreTrainedConfig, name: str, views: dict[int, PreTrainedConfig]) -> PreTrainedConfig:

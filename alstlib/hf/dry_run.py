@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_map
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
+from alstlib.hf.by_position import attention_chunk
 from alstlib.tiled.logits import LogitTransform
 
 ROWS = 11
@@ -141,7 +142,8 @@ def _standing_in(model: Any, layers: Sequence[nn.Module], calls: list[LayerCall]
     def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **kwargs: Any) -> Any:
         mask, dropout = kwargs.pop("attention_mask", mask), kwargs.pop("dropout", 0.0)
         if calls:
-            keys = Keys(q.shape[1], k.shape[1], q.shape[3], v.shape[3], kwargs.get("sliding_window"))
+            window = kwargs.get("sliding_window") or attention_chunk(module)
+            keys = Keys(q.shape[1], k.shape[1], q.shape[3], v.shape[3], window)
             calls[-1].attention.append(AttentionCall(module, keys, mask, dropout, kwargs))
         return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]), None
 

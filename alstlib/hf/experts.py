@@ -42,7 +42,7 @@ from alstlib.base.sizing import default_tile, tile_of_sums
 from alstlib.hf.handle import Handle
 from alstlib.hf.pass_state import state_now
 from alstlib.hf.router_loss import RouterLoss
-from alstlib.tiled.compute import TiledMLP
+from alstlib.tiled.compute import TiledMLP, tensors_of
 
 MLPS = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "shared_mlp")
 """What decoder layers call their MLP or experts, and what every token goes to beside them."""
@@ -82,6 +82,14 @@ class TiledExperts(TiledMLP):
     def forward(self, x: Tensor) -> Any:
         captured = output_capturing._active_collector.get() or {}
         return self._run(x) if "router_logits" in captured else super().forward(x)
+
+    def _run(self, x: Tensor) -> Any:
+        made = self.inner(x)
+        first = tensors_of(made)[0]
+        if first.ndim == x.ndim:
+            return made
+        shaped = first.view(x.shape)  # Llama 4's block gives its tokens back in one row, which its layer takes too
+        return shaped if first is made else (shaped, *made[1:])
 
     def _work(self) -> tuple[Callable[..., Any], Sequence[Tensor]]:
         """Each tile's router, now and in backward, belongs to the call that runs now, and knows the tile's padding."""

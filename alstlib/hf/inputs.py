@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from alstlib.base.mesh import ATTACHED, SPContext
 from alstlib.base.units import IGNORE
 from alstlib.data.agreement import Agreement
+from alstlib.hf.by_position import chunk_offsets
 from alstlib.hf.experts import router_loss
 from alstlib.hf.handle import Handle
 from alstlib.hf.pass_state import Objective, PassState, StepInputs
@@ -173,10 +174,15 @@ def of_all_ranks(
         real = None if inputs.real is None else others.pop().bool()
         images = inputs.images if several is None else {**inputs.images, "image_positions": torch.stack(others, -1)}
         inputs = replace(inputs, labels=labels, real=real, images=images)
+    positions, (batch, rows) = kwargs.get("position_ids"), inputs.shape
+    if positions is None and (facts.by_longest or facts.scales_by_position):  # the model counts by itself
+        positions = torch.arange(rows, device=inputs.device)[None]
+    if facts.scales_by_position:
+        inputs = replace(inputs, positions=positions)
+    if facts.attention_chunk is not None:
+        chunks = chunk_offsets(inputs.documents, batch, rows * ctx.sp, facts.attention_chunk)
+        inputs = replace(inputs, chunks=chunks)
     if facts.by_longest:
-        positions = kwargs.get("position_ids")
-        if positions is None:  # the model counts by itself
-            positions = torch.full((1, 1), inputs.shape[1] - 1, device=inputs.device)
         longest = positions.max().reshape(1, 1)
         if ctx.sp > 1:
             dist.all_reduce(longest, dist.ReduceOp.MAX, group=ctx.sp_group)

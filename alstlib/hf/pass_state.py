@@ -39,6 +39,10 @@ class StepInputs:
     """What the sum of the losses is divided by; None: the number of the group's tokens with a label."""
     row_length: Any = None
     """Tokens of a whole sample, before it was padded for the ranks; None: not told."""
+    chunks: Offsets | None = None
+    """Global offsets of the chunks of documents, for layers with chunked attention (`Facts.attention_chunk`)."""
+    positions: Tensor | None = None
+    """[B, L] positions of this rank's tokens, where the model asks for them (`Facts.scales_by_position`)."""
     longest: Tensor | None = None
     """[1, 1] the largest position of the whole sequence, where the model asks for it (`Facts.by_longest`)."""
     real: Tensor | None = None

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from alstlib.base.mesh import ATTACHED
+from alstlib.hf.by_position import CHUNKED, attention_chunk, scales_by_position
 from alstlib.hf.dry_run import Keys, LayerCall, dry_run
 from alstlib.kernels.backends import choose_backend, of_user
 from alstlib.linear.adapter import plain_forward
@@ -48,6 +49,10 @@ class Facts:
     """Why the model cannot run block by block; empty where it can."""
     by_longest: bool = False
     """Whether frequencies of rotary embeddings depend on the longest position (dynamic NTK, LongRoPE)."""
+    attention_chunk: int | None = None
+    """Number of tokens in which layers with chunked attention attend together; None: there are no such layers."""
+    scales_by_position: bool = False
+    """Whether layers scale their queries by positions that they count by themselves."""
     granule: int = 1
     """Number of tokens of which chunks should be multiples, because the attention kernel is fastest then."""
     routers: Sequence[nn.Module] = ()
@@ -85,7 +90,7 @@ def check_model(model: PreTrainedModel, kernel: str | Callable[..., Any]) -> Fac
         raise ValueError(f"{name} is attached already; call detach() of its handle first")
     if config.is_encoder_decoder or not getattr(config, "is_causal", True) or model.get_output_embeddings() is None:
         raise ValueError(f"{name} is not a decoder-only causal language model with a head")
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention", CHUNKED}
     if other := sorted(kinds - KINDS if mixers_of(model) else kinds):
         raise ValueError(f"{name} mixes tokens by {', '.join(other)}, which is not exact on a sharded sequence")
     candidates = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
@@ -117,13 +122,15 @@ def check_model(model: PreTrainedModel, kernel: str | Callable[..., Any]) -> Fac
     except ValueError as e:
         raise ValueError(f"layer 0 of {name} ({type(layers[0]).__name__}): {e}") from None
     without = {call.layer for call in calls if call.finished and not call.attention}
-    last = {call.layer: call for call in calls}
+    last, parts = {call.layer: call for call in calls}, [m for layer in layers for m in layer.modules()]
     return Facts(
         layers=layers, calls=calls, transform=transform, heads=output.heads, value_width=output.value_width,
         kv_heads=most.kv_heads, kv_widths=most.widths, offset=offset,
         attending=[i for i, layer in enumerate(layers) if layer not in without],
         keys=[_keys(last[layer], most) for layer in layers], not_by_blocks=_not_by_blocks(layers, calls),
         by_longest=any(by_longest(m) for m in model.modules()), routers=_routers(model), granule=backend.granule,
+        attention_chunk=next((size for m in parts if (size := attention_chunk(m))), None),
+        scales_by_position=any(scales_by_position(m) for m in parts),
     )  # fmt: skip
 
 

@@ -34,6 +34,7 @@ from alstlib.hf.causal_lm_loss import divisor_of
 from alstlib.hf.handle import Handle
 from alstlib.hf.inputs import STATE, agree, check_number, handle_of, read_call
 from alstlib.hf.pass_state import Objective
+from alstlib.hf.support import Facts
 from alstlib.streaming.blocks import Blocks
 from alstlib.trees.trie import Node, Tree, trajectory_of, tree_of
 
@@ -103,11 +104,7 @@ def tree_step(
         check_number("engine_divides_by", divides, "a number of at least 1", 1)
         if divisor is not None:
             check_number("divisor", divisor, "a number above 0, such as that of all labels", 1e-30)
-        if handle.facts.by_longest:
-            raise ValueError(
-                "the model's rotary frequencies depend on the longest position, which differs between trajectories "
-                "that share a prefix: call block_step with one trajectory at a time"
-            )
+        _check_positions(handle.facts)
         mine = [trajectory_of(one) for one in trajectories]
         agreement.in_group = {"the trajectories": checksum(t for one in mine for t in one)}
         tree = tree_of(mine, ctx.sp)
@@ -148,6 +145,20 @@ def tree_step(
         dist.all_reduce(loss, group=ctx.world_group)
     tokens = sum(len(one.tokens) for one in mine)
     return TreeStep(loss, _of_each(tree, logps), tokens, sum(len(path[-1].tokens) for path in tree.paths()))
+
+
+def _check_positions(facts: Facts) -> None:
+    """Refuse a model whose layers need more of positions than a path of a tree has (ValueError)."""
+    if facts.by_longest:
+        raise ValueError(
+            "the model's rotary frequencies depend on the longest position, which differs between trajectories "
+            "that share a prefix: call block_step with one trajectory at a time"
+        )
+    if facts.attention_chunk is not None or facts.scales_by_position:
+        raise ValueError(
+            "the model has chunked attention, or queries that are scaled by position, which paths of a tree do not "
+            "have: call block_step with one trajectory at a time"
+        )
 
 
 def _of_each(tree: Tree, values: Tensor) -> list[Tensor]:
