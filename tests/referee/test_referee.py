@@ -7,8 +7,9 @@ from pathlib import Path
 import mistakes
 import pytest
 import referee
+import torch
 from cases import ROOT
-from exactness import page, reproduce, stacks
+from exactness import flash, page, reproduce, stacks
 from exactness.cases import CASES
 from exactness.judge import verdict
 from exactness.ranks import Processes
@@ -55,6 +56,24 @@ def test_a_stack_says_what_it_follows(stack):
     assert hasattr(made, "trainer") or all(hasattr(made, n) for n in ("prepare", "step", "gradients", "update"))
     lines = Path(stacks.__file__).with_name(f"{stack.replace('-', '_')}.py").read_text().splitlines()
     assert len(lines) <= 100
+
+
+@pytest.mark.parametrize("window, cap", [(-1, 0.0), (3, 0.0), (-1, 2.0)])
+def test_the_stand_in_for_flash_attention(window, cap):
+    """Documents of 5 and 7 tokens are as PyTorch computes them by a mask, or by the formula of a soft cap."""
+    q, k, v = (torch.randn(12, heads, 4, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
+    ends = torch.tensor([0, 5, 12])
+    how = {"causal": True, "window_size": (window, window), "softcap": cap}
+    at, document = torch.arange(12), torch.arange(12) >= 5
+    after = at[:, None] - at
+    seen = (document[:, None] == document) & (after >= 0) & (after <= (window if window >= 0 else 12))
+    scores = q.transpose(0, 1) @ k.repeat_interleave(2, 1).permute(1, 2, 0) / 2
+    scores = cap * torch.tanh(scores / cap) if cap else scores
+    want = scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v.repeat_interleave(2, 1).transpose(0, 1)
+    got = flash.flash_attn_varlen_func(q, k, v, ends, ends, 7, 7, **how)
+    torch.testing.assert_close(got, want.transpose(0, 1))
+    alone = flash.flash_attn_func(q[None, 5:], k[None, 5:], v[None, 5:], **how)
+    torch.testing.assert_close(alone[0], got[5:])
 
 
 def pinned_by(stack):
