@@ -206,8 +206,9 @@ class DiskStore(HostStore):
         self.used = False
         """Whether this forward uses the disk, on some rank."""
         self._away, self._movable, self._due, self._staged = 0, 1, 0, 0
-        self._moving: list[tuple[list[Future[None]], Tensor]] = []
-        """What is written or read, and its memory, which must stay until then."""
+        self._writing: list[tuple[list[Future[None]], Tensor]] = []
+        """What is written, and its memory, which must stay until then."""
+        self._reading: list[tuple[list[Future[None]], Tensor]] = []
 
     def disk_room(self) -> int:
         self._finish_dropped()
@@ -287,13 +288,14 @@ class DiskStore(HostStore):
     def _write(self, ticket: DiskTicket, like: Tensor, memory: Tensor, ready: Callable[[], None]) -> None:
         place = self.file.take(_padded(like.nbytes))
         writes = self.file.write(memory, place, ready)
-        self._moving.append((writes, memory))
+        self._writing.append((writes, memory))
         ticket.away[len(ticket.kept)] = _Away(place, (like.shape, like.stride(), like.dtype, like.nbytes), writes)
         ticket.kept.append((like.new_empty(0, device="cpu"), None))
 
     def _bring(self, ticket: DiskTicket, device: torch.device) -> None:
-        """Have what a ticket keeps on the host, and start to read for the next two layers."""
-        self._reap()
+        """Have what a ticket keeps on the host, and start to read for the next two layers. What is still to be written
+        comes first: there is memory for three layers, and not for three in each direction."""
+        self._finish(self._writing)
         here, own, layers = accelerator(device), [ticket], 1
         # memory that was given back may still be copied from, up to here in the device's order
         ready = _nothing if here is None else here.current_stream(device).record_event().synchronize
@@ -330,14 +332,14 @@ class DiskStore(HostStore):
 
             away.memory = self.lease((_padded(away.like[3]),), torch.uint8, device)
             away.reads = self.file.fill(away.memory, away.place, written)
-            self._moving.append((away.reads, away.memory))
+            self._reading.append((away.reads, away.memory))
 
     def _has_room(self, ticket: DiskTicket, x: Tensor) -> bool:
         """Wait until what is on its way leaves room for x: then the disk is slower than the computation. False: the
         disk has failed, and x is lost, which all ranks hear in backward."""
         self._reap()
-        while self._moving and x.nbytes + sum(memory.nbytes for _, memory in self._moving) > self._staged:
-            self._wait(self._moving[0][0])
+        while self._writing and x.nbytes + sum(memory.nbytes for _, memory in self._writing) > self._staged:
+            self._wait(self._writing[0][0])
             self._reap()
             if self.failed:
                 ticket.kept.append((x.new_empty(0, device="cpu"), None))
@@ -357,17 +359,24 @@ class DiskStore(HostStore):
 
     def _reap(self) -> None:
         """Let memory go that is written or read."""
-        for moves, _ in self._moving:
-            if all(one.done() for one in moves):
-                self._wait(moves)
-        self._moving = [(moves, memory) for moves, memory in self._moving if not all(one.done() for one in moves)]
+        for moving in (self._writing, self._reading):
+            left = []
+            for one in moving:
+                if all(move.done() for move in one[0]):
+                    self._wait(one[0])
+                else:
+                    left.append(one)
+            moving[:] = left
+
+    def _finish(self, moving: Sequence[tuple[list[Future[None]], Tensor]]) -> None:
+        for moves, _ in moving:
+            self._wait(moves)
+        self._reap()
 
     def _finish_dropped(self) -> None:
         """Where nothing is held, wait for writes of graphs that were dropped, and begin at the file's beginning."""
         if self.file.held == 0:
-            for moves, _ in self._moving:
-                self._wait(moves)
-            self._reap()
+            self._finish([*self._writing, *self._reading])
             self.file.end = 0
 
     def _fail(self, what: str, error: BaseException | None = None) -> None:

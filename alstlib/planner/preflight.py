@@ -65,6 +65,7 @@ def as_metrics(found: Prediction, machine: Machine) -> dict[str, Any]:
         "allocated_bytes": found.device_peak - sum(machine.overhead().values()),
         "host_peak_bytes": found.host_peak - found.host.get("process", 0),
         "host_bytes": found.host,
+        **({} if found.disk_limit is None else {"disk_peak_bytes": found.activations.disk}),
     }
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import resource
 import threading
+import time
 
 import pytest
 import torch
@@ -43,9 +44,11 @@ def with_disk(model, folder, way="inputs", ctx=None, **more):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_same_bits_with_a_host_that_is_too_small(tmp_path, way):
-    """Of two steps; the host's budget is kept, what goes to the disk is what the plan says, and nothing is left."""
-    model, sample, (options, budget) = model_of(), batch(LENGTH), WAYS[way]
+def test_the_same_bits_with_a_host_that_is_too_small(tmp_path, monkeypatch, way):
+    """Of two steps, on a disk that the computation waits for; the host's budget is kept, what goes to the disk is what
+    the plan says, and nothing is left."""
+    model, sample, (options, budget), own = model_of(), batch(LENGTH), WAYS[way], os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda *given: (time.sleep(0.005), own(*given))[1])
     with small_pages(64), attach(model, offload=True, **options):
         loss, want = step(model, sample)
     with small_pages(64), with_disk(model, tmp_path, way) as handle:

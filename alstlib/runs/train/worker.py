@@ -22,6 +22,7 @@ from alstlib.data.corpus import get_tokenizer, has_tokenizer, load_corpus
 from alstlib.data.formats import only_tokens
 from alstlib.hf.models import model_config
 from alstlib.hf.public_models import SHAPES
+from alstlib.offload.disk_store import DiskStore
 from alstlib.planner import devices
 from alstlib.planner.fits import known_only
 from alstlib.planner.machine import machine_of
@@ -118,9 +119,13 @@ class Job:
     def measured(self, ledger: Any, handle: Any) -> Json:
         """What every worker's result has: peaks of each rank, the attention kernel and notes."""
         devices, hosts = zip(*self.gather(ledger.device_peak, ledger.host_peak))
+        disk: Json = {}
+        if isinstance(handle.store, DiskStore):
+            disk = {"disk_peak_bytes": [peak for (peak,) in self.gather(handle.store.file.peak)]}
         return {
             "device_peak_bytes": list(devices),
             "host_peak_bytes": list(hosts),
+            **disk,
             "backend": handle.attention.backend_name,
             "notes": [*self.notes, *handle.notes],
         }
