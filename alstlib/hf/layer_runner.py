@@ -246,6 +246,8 @@ def _row_dimension(value: Any, rows: int, layer: nn.Module) -> int | None:
     if not isinstance(value, Tensor) or value.ndim == 0:
         return None
     at = 0 if value.ndim == 1 else 1
+    if value.ndim == 3 and value.shape[2] == rows != value.shape[1] and not value.is_floating_point():
+        return 2  # positions of several dimensions, [3, B, L]
     if value.requires_grad or (value.shape[at] != rows and (rows in value.shape or (at == 1 and value.shape[1] > 1))):
         raise ValueError(
             f"{type(layer).__name__} takes an input {list(value.shape)} that cannot be cut into chunks, or needs a "

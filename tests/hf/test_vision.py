@@ -32,8 +32,6 @@ WAYS = {
     "blocks": ({}, 5, ["dense", "packed"]),
 }
 """The options, the tokens of a block, and the cases."""
-REFUSED_WAYS = {("glm4v_moe", "chunks")}
-"""Its layers get positions of several dimensions."""
 
 
 def step_on_rank(rank, world, name, parts, *, engine="average", change=None, dtype=None, block=None, **options):
@@ -113,7 +111,7 @@ def images_on_rank(rank, world, name):
             dist.broadcast_object_list(wanted, 0)
         for way, (options, block, cases) in WAYS.items():
             with attach(model, ctx, **options) as handle:
-                for case in cases if (name, way) not in REFUSED_WAYS else ():
+                for case in cases:
                     (given,) = alstlib.SPDataLoader([joined(samples[case])], ctx, replicated=True, images=handle.images)
                     model.zero_grad()
                     if block is None:
@@ -128,10 +126,6 @@ def images_on_rank(rank, world, name):
                     errors = errors_of(got, {**{n: torch.zeros_like(g) for n, g in got.items()}, **want})
                     worst = max(errors, key=errors.__getitem__)
                     found[way, case] = abs(float(out.mean) - loss) / loss, errors[worst], worst, handle.store.leased
-                if (name, way) in REFUSED_WAYS:
-                    check_refused("cannot be cut into chunks", alstlib.causal_lm_loss, model, shard_batch(
-                        joined(samples["one"]), world, rank, images=handle.images
-                    ))  # fmt: skip
     return found
 
 

@@ -1,12 +1,13 @@
 """The sweep: every causal language model that transformers can build, on 1, 2 and 3 ranks, judged against plain
 transformers. `make sweep` runs it whole, with the oldest and the newest transformers, and writes the table.
 
-    python -m tests.sweep.drive [--only TYPE...] [--sp N...] [--again]
+    python -m tests.sweep.drive [--images] [--only TYPE...] [--sp N...] [--again]
 
-What is judged is appended to papermill_runs/out/sweep, a line of JSON for each case. A sweep that was stopped, or in
-which something was wrong, goes on with the cases that are not as they should be. With `--keep` the outcome of
-each type that was judged is also written to papermill_runs/results/support, from where `table.py` takes it; with
-`--only`, what is kept of the other types stays as it is.
+With `--images` the types are those of AutoModelForImageTextToText, on text alone and on samples with images. What is
+judged is appended to papermill_runs/out/sweep, a line of JSON for each case. A sweep that was stopped, or in which
+something was wrong, goes on with the cases that are not as they should be. With `--keep` the outcome of each type that
+was judged is also written to papermill_runs/results/support, from where `table.py` takes it; with `--only`, what is
+kept of the other types stays as it is.
 """
 
 import argparse
@@ -20,7 +21,9 @@ TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS / "sweep")]
 
 import judge  # noqa: E402
+import judge_images  # noqa: E402
 import small  # noqa: E402
+import small_vlm  # noqa: E402
 import table  # noqa: E402
 import transformers  # noqa: E402
 from conftest import RankPool  # noqa: E402
@@ -28,7 +31,8 @@ from conftest import RankPool  # noqa: E402
 from alstlib.planner.measure import verify  # noqa: E402
 
 OUT = TESTS.parent / "papermill_runs" / "out" / "sweep"
-NAME = f"sweep-{transformers.__version__}.jsonl"
+JUDGES = {"sweep": (judge, small.TYPES), "images": (judge_images, small_vlm.TYPES)}
+"""Of each sweep, what judges a type, and the types."""
 GOOD = ("exact", "refused", "not built")
 
 
@@ -37,35 +41,37 @@ def read(path):
     return {(line["type"], line["sp"], line["case"]): line for line in table.stored(path)}
 
 
-def on_rank(rank, world, *args):
+def on_rank(rank, world, of, kind):
+    judge, _ = JUDGES[of]
     with verify.quiet():
-        return judge.judge(rank, world, *args)
+        return judge.judge(rank, world, kind, judge.CASES)
 
 
-def judged(pools, sp, kind):
+def judged(pools, sp, kind, of="sweep"):
     """The outcome of every case of this type at this degree: the worst of its ranks."""
     if sp == 1:
-        return on_rank(0, 1, kind, judge.CASES)
+        return on_rank(0, 1, of, kind)
     try:
-        ranks = pools.setdefault(sp, RankPool(sp))(on_rank, kind, judge.CASES, timeout=240)
+        ranks = pools.setdefault(sp, RankPool(sp))(on_rank, of, kind, timeout=240)
     except AssertionError as e:  # a rank died, or waits for another: its pool is started anew for the next type
-        return [{"result": "crash", "reason": verify.why(e)} for _ in judge.CASES]
+        return [{"result": "crash", "reason": verify.why(e)} for _ in JUDGES[of][0].CASES]
     return [max(each, key=lambda one: (one["result"] not in GOOD, one.get("gradient", 0.0))) for each in zip(*ranks)]
 
 
-def sweep(types, degrees, path, again=False):
+def sweep(types, degrees, path, again=False, of="sweep"):
     """Judge what `path` has not, or not as it should be, and append it there."""
+    cases = JUDGES[of][0].CASES
     path.parent.mkdir(parents=True, exist_ok=True)
     found, began = {} if again else read(path), time.monotonic()
     pools = {}
 
     def good(sp, kind):
-        return all(found.get((kind, sp, case), {}).get("result") in GOOD for case in judge.CASES)
+        return all(found.get((kind, sp, case), {}).get("result") in GOOD for case in cases)
 
     todo = [(sp, kind) for sp in degrees for kind in types if not good(sp, kind)]
     with path.open("a") as out:
         for i, (sp, kind) in enumerate(todo, 1):
-            outcomes = dict(zip(judge.CASES, judged(pools, sp, kind)))
+            outcomes = dict(zip(cases, judged(pools, sp, kind, of)))
             for case, outcome in outcomes.items():
                 found[kind, sp, case] = {"type": kind, "sp": sp, "case": case, **outcome}
                 print(json.dumps(found[kind, sp, case]), file=out, flush=True)
@@ -87,20 +93,23 @@ def keep(found, path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", action="store_true", help="the types of AutoModelForImageTextToText")
     parser.add_argument("--only", nargs="+", metavar="TYPE", help="these model types")
     parser.add_argument("--sp", nargs="+", type=int, default=[1, 2, 3], help="sequence-parallel degrees")
     parser.add_argument("--again", action="store_true", help="judge anew what is judged already")
     parser.add_argument("--keep", action="store_true", help="write the outcome of these types to the results")
     args = parser.parse_args()
-    if unknown := set(args.only or ()) - set(small.TYPES):
-        parser.error(f"transformers {transformers.__version__} has no causal language model {', '.join(unknown)}")
+    of = "images" if args.images else "sweep"
+    name, types = f"{of}-{transformers.__version__}.jsonl", JUDGES[of][1]
+    if unknown := set(args.only or ()) - set(types):
+        parser.error(f"the {of} of transformers {transformers.__version__} has no type {', '.join(unknown)}")
     with verify.quiet():
-        found = sweep(args.only or small.TYPES, args.sp, OUT / NAME, args.again)
+        found = sweep(args.only or types, args.sp, OUT / name, args.again, of)
     counts = Counter(line["result"] for line in found.values())
     listed = ", ".join(f"{counts[result]} {result}" for result in (*GOOD, "wrong", "crash"))
     print(f"transformers {transformers.__version__}: {listed}")
     if args.keep:
-        keep(found, table.RESULTS / NAME)
+        keep(found, table.RESULTS / name)
     return int(counts["wrong"] + counts["crash"] > 0)
 
 

@@ -1,7 +1,8 @@
 """Writes the table of the sweep from what was kept (papermill_runs/results/support/sweep-*.jsonl): one row for each
 type of causal language model, its result with the oldest and the newest transformers, and the reason of a refusal.
 
-`python -m tests.sweep.table` rewrites it; `tests/sweep/test_sweep.py` holds it against the results.
+`python -m tests.sweep.table` rewrites it, and the page of types that read images; `tests/sweep/test_sweep.py` holds
+both against the results.
 """
 
 import json
@@ -22,6 +23,20 @@ config. `make sweep` measures it anew.
 """
 
 
+ABOUT_IMAGES = """# Every model of transformers that reads images and text
+
+Each type of AutoModelForImageTextToText is built from a small config and trained for a step on the ranks that are
+named: on text alone, and on samples with images of several sizes, which cross borders of slices, chunks and blocks,
+whole and packed, with layers whole, in row chunks, and in blocks. `exact`: loss and every gradient, also of the vision
+tower, are those of plain transformers (documents one by one), to 1e-6 and 1e-4 in fp32, or 1e-9 in fp64. `text`: text
+alone is exact, and images are refused. `refused`: `apply` says why. `not built`: plain transformers does not run the
+type from such a config here. `python -m tests.sweep.drive --images --keep` measures it anew, and
+`python -m tests.sweep.table` writes this page.
+
+"""
+PAGES = {"sweep": (TABLE, ABOUT), "images": (RESULTS / "images.md", ABOUT_IMAGES)}
+
+
 def stored(path):
     """What is in a file, where there is one."""
     return map(json.loads, path.read_text().splitlines() if path.exists() else ())
@@ -32,11 +47,16 @@ def summary(lines):
     names), and the largest errors of what is exact."""
     results = {line["result"] for line in lines}
     result = next(one for one in ("crash", "wrong", "not built", "exact", "refused") if one in results)
+    images = {line["result"] for line in lines if "images" in line["case"]}
+    if result == "exact" and images == {"refused"}:
+        result = "text"
     reasons = {}
     for line in lines:
-        if line["result"] == ("refused" if result == "exact" else result):
+        if line["result"] == ("refused" if result in ("exact", "text") else result):
             reasons.setdefault(line["reason"], []).append(line["case"].partition(", ")[2])
     whys = sorted(reasons)[:1]
+    if result == "text":
+        whys = sorted({line["reason"] for line in lines if "images" in line["case"]})[:1]
     if result == "exact":
         whys = [f"{', '.join(dict.fromkeys(options))} refused: {why}" for why, options in sorted(reasons.items())]
     exact = [line for line in lines if line["result"] == "exact"]
@@ -49,25 +69,39 @@ def summary(lines):
     return {**about, "ranks": sorted({line["sp"] for line in lines}), **errors}
 
 
-def table():
+def table(of="sweep"):
     runs = {
-        path.stem.removeprefix("sweep-"): {one["type"]: one for one in stored(path)}
-        for path in sorted(RESULTS.glob("sweep-*.jsonl"))
+        path.stem.removeprefix(f"{of}-"): {one["type"]: one for one in stored(path)}
+        for path in sorted(RESULTS.glob(f"{of}-*.jsonl"))
+    }
+    everywhere = {
+        version: sorted({sp for one in by_type.values() for sp in one["ranks"]}) for version, by_type in runs.items()
     }
     rows = [f"| type | {' | '.join(runs)} | reason |", "| --- |" + " --- |" * (len(runs) + 1)]
     for kind in sorted({kind for found in runs.values() for kind in found}):
         found = [by_type.get(kind, {"result": "-", "reason": ""}) for by_type in runs.values()]
         reasons = dict.fromkeys(one["reason"].replace("|", "/") for one in found if one["reason"])
-        rows.append(f"| {kind} | {' | '.join(one['result'] for one in found)} | {' / '.join(reasons)} |")
+        shown = [_result(one, everywhere[version]) for one, version in zip(found, runs)]
+        rows.append(f"| {kind} | {' | '.join(shown)} | {' / '.join(reasons)} |")
     totals = []
     for version, by_type in runs.items():
         counts = Counter(one["result"] for one in by_type.values())
-        ranks = sorted({sp for one in by_type.values() for sp in one["ranks"]})
-        on = f"{' and '.join(map(str, ranks))} rank{'s' * (ranks != [1])}"
+        on = _on(everywhere[version])
         listed = ", ".join(f"{n} {result}" for result, n in counts.most_common())
         totals.append(f"transformers {version}, on {on}: {listed}")
-    return ABOUT + "\n\n".join(totals) + "\n\n" + "\n".join(rows) + "\n"
+    return PAGES[of][1] + "\n\n".join(totals) + "\n\n" + "\n".join(rows) + "\n"
+
+
+def _on(ranks):
+    return f"{' and '.join(map(str, ranks))} rank{'s' * (ranks != [1])}"
+
+
+def _result(one, everywhere):
+    """A type's result, and where it was run if that is not on all ranks that others were run on."""
+    fewer = one.get("ranks", everywhere) != everywhere
+    return f"{one['result']} ({_on(one['ranks'])})" if fewer else one["result"]
 
 
 if __name__ == "__main__":
-    TABLE.write_text(table())
+    for name, (page, _) in PAGES.items():
+        page.write_text(table(name))

@@ -2,6 +2,7 @@
 
 import drive
 import judge
+import judge_images
 import pytest
 import small
 import table
@@ -48,11 +49,28 @@ def test_on_two_ranks(pools, kind):
     check(kind, drive.judged({2: pools(2)}, 2, kind))
 
 
+IMAGES_REFUSED = {"gemma3": "in both directions", "llava_next": "cannot read images", "mllama": "cannot read images"}
+
+
+@pytest.mark.parametrize("kind", IMAGES_REFUSED)
+def test_text_alone_is_exact_where_images_are_refused(kind):
+    for case, outcome in zip(judge_images.CASES, judge_images.judge(0, 1, kind, judge_images.CASES)):
+        assert outcome["result"] == ("refused" if "images" in case else "exact"), (case, outcome)
+        assert IMAGES_REFUSED[kind] in outcome["reason"] or "images" not in case
+
+
+@pytest.mark.parametrize("kind", ["aya_vision", "glm_ocr", "lighton_ocr"])
+def test_types_that_read_images_on_two_ranks(pools, kind):
+    """Those that no other test has, of each way in which images come."""
+    for case, outcome in zip(judge_images.CASES, drive.judged({2: pools(2)}, 2, kind, "images")):
+        assert outcome["result"] == "exact", (case, outcome)
+
+
 def test_a_sweep_that_was_stopped_goes_on(monkeypatch, tmp_path, capsys):
     """With what is not judged yet, and with what was not as it should be."""
     results = {"llama": "exact", "bart": "refused", "opt": "wrong"}
     by_kind = {kind: [{"result": result, "reason": "a reason"}] * len(judge.CASES) for kind, result in results.items()}
-    monkeypatch.setattr(drive, "judged", lambda pools, sp, kind: by_kind[kind])
+    monkeypatch.setattr(drive, "judged", lambda pools, sp, kind, of: by_kind[kind])
     path = tmp_path / "sweep.jsonl"
     drive.sweep(["llama", "opt"], [1], path)
     assert "[2/2" in capsys.readouterr().out
@@ -83,7 +101,8 @@ def test_what_is_kept_of_other_types_stays(tmp_path):
     assert kept == [("bart", "refused"), ("llama", "refused"), ("opt", "not built")]
 
 
-def test_the_table_is_what_was_measured():
-    assert table.TABLE.read_text() == table.table()
-    for path in table.RESULTS.glob("sweep-*.jsonl"):
-        assert {line["result"] for line in table.stored(path)} <= {*drive.GOOD}, path.name
+@pytest.mark.parametrize("of", table.PAGES)
+def test_the_table_is_what_was_measured(of):
+    assert table.PAGES[of][0].read_text() == table.table(of)
+    for path in table.RESULTS.glob(f"{of}-*.jsonl"):
+        assert {line["result"] for line in table.stored(path)} <= {*drive.GOOD, "text"}, path.name
