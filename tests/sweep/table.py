@@ -5,11 +5,16 @@ type of causal language model, its result with the oldest and the newest transfo
 """
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parents[2] / "papermill_runs" / "results" / "support"
 TABLE = RESULTS / "sweep.md"
+WAYS = ("chunks", "blocks")
+"""Ways of running the layers that have a column of their own."""
+REFUSED = re.compile(r"(?:^|; )([a-z, ]+) refused: ")
+"""The options of which a reason says that they are refused."""
 ABOUT = """# Every causal language model of transformers
 
 Each type is built from a small config and trained for a step on 1 to 3 ranks, on a whole sample and on packed
@@ -17,7 +22,8 @@ documents, with the default options, small tiles with states by heads, row chunk
 chunks with hidden states, keys and values on the host, blocks with keys and values on the host, and without
 checkpoints. `exact`: loss and every gradient are those of plain transformers (documents one by one), to 1e-6 and 1e-4
 in fp32, or 1e-9 in fp64. `refused`: `apply` says why. `not built`: plain transformers does not run the type from such a
-config. `make sweep` measures it anew.
+config. The columns `chunks` and `blocks` say whether an exact type runs in row chunks, and block by block. `make sweep`
+measures it anew.
 
 """
 
@@ -49,16 +55,26 @@ def summary(lines):
     return {**about, "ranks": sorted({line["sp"] for line in lines}), **errors}
 
 
+def ways(found):
+    """For each of `WAYS`, whether a type runs in it, with every transformers: `exact`, `refused`, or a dash where it
+    does not run at all."""
+    if not any(one["result"] == "exact" for one in found):
+        return ["-"] * len(WAYS)
+    refused = " ".join(options for one in found for options in REFUSED.findall(one["reason"]))
+    return ["refused" if way in refused else "exact" for way in WAYS]
+
+
 def table():
     runs = {
         path.stem.removeprefix("sweep-"): {one["type"]: one for one in stored(path)}
         for path in sorted(RESULTS.glob("sweep-*.jsonl"))
     }
-    rows = [f"| type | {' | '.join(runs)} | reason |", "| --- |" + " --- |" * (len(runs) + 1)]
+    rows = [f"| type | {' | '.join([*runs, *WAYS])} | reason |", "| --- |" + " --- |" * (len(runs) + len(WAYS) + 1)]
     for kind in sorted({kind for found in runs.values() for kind in found}):
         found = [by_type.get(kind, {"result": "-", "reason": ""}) for by_type in runs.values()]
         reasons = dict.fromkeys(one["reason"].replace("|", "/") for one in found if one["reason"])
-        rows.append(f"| {kind} | {' | '.join(one['result'] for one in found)} | {' / '.join(reasons)} |")
+        cells = [*(one["result"] for one in found), *ways(found)]
+        rows.append(f"| {kind} | {' | '.join(cells)} | {' / '.join(reasons)} |")
     totals = []
     for version, by_type in runs.items():
         counts = Counter(one["result"] for one in by_type.values())
