@@ -176,7 +176,8 @@ def of_all_ranks(
         given += [] if inputs.real is None else [inputs.real.to(like)]
         kwargs["input_ids"], kwargs["position_ids"], labels, *real = stripe(given, chunk, ctx)
         inputs = replace(inputs, labels=labels, real=real[0].bool() if real else None)
-    positions, (batch, rows) = kwargs.get("position_ids"), inputs.shape
+    positions: Any = kwargs.get("position_ids")
+    batch, rows = inputs.shape
     if positions is None and (facts.by_longest or facts.scales_by_position):  # the model counts by itself
         positions = torch.arange(rows, device=inputs.device)[None]
     if facts.scales_by_position:
