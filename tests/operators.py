@@ -6,6 +6,8 @@ from collections import Counter
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from alstlib.base.reference import relative_error
 from alstlib.kernels.attention import attention_backward, attention_forward, with_sinks
@@ -29,6 +31,22 @@ def nan_memory():
         yield
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+class _Largest(TorchDispatchMode):
+    numbers = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **kwargs or {})
+        self.numbers = max([self.numbers, *(t.numel() for t in tree_leaves(out) if isinstance(t, torch.Tensor))])
+        return out
+
+
+@contextlib.contextmanager
+def largest():
+    """A function that says how many numbers the largest tensor had that was made inside."""
+    with _Largest() as mode:
+        yield lambda: mode.numbers
 
 
 def randn(*shape, seed=0, dtype=torch.float64, scale=1.0):

@@ -15,8 +15,10 @@ from transformers import AttentionInterface, PreTrainedConfig
 
 from alstlib.hf.by_position import attention_chunk, scaled_queries, scales_by_position
 from alstlib.hf.handle import Handle
+from alstlib.hf.indexed import AnyMask, has_indexer, select
 from alstlib.hf.support import by_longest, check_attention
 from alstlib.hf.vision import tower_modules
+from alstlib.ulysses.selected import selected_attention
 
 
 def attach_attention(handle: Handle) -> None:
@@ -39,7 +41,8 @@ def attach_attention(handle: Handle) -> None:
         handle = alive()
         assert handle is not None  # hooks of the model hold it
         state = handle.running
-        check_attention(module, attention_mask, dropout, kwargs)
+        mask = None if isinstance(attention_mask, AnyMask) else attention_mask
+        check_attention(module, mask, dropout, kwargs)
         inputs = state.inputs
         if module in scaled:
             assert inputs.positions is not None
@@ -51,12 +54,16 @@ def attach_attention(handle: Handle) -> None:
             "sinks": kwargs.get("s_aux"), "saved": state.saved,
             "documents": inputs.documents if attention_chunk(module) is None else inputs.chunks,
         }  # fmt: skip
-        if state.part is None:
+        if (indices := kwargs.get("indices")) is not None:
+            how = {"scale": scaling or query.shape[-1] ** -0.5, "sinks": how["sinks"], "saved": state.saved}
+            out = selected_attention(query, key, value, indices, handle.attention.exchange, **how)
+        elif state.part is None:
             out = handle.attention(query, key, value, **how)
         else:
             out = state.part.attend(handle.attention, query, key, value, layer=layer_of[module], **how)
         return out.transpose(1, 2).contiguous(), None  # as the plain kernels do: some models read it by view
 
+    _attach_indexers(handle)
     AttentionInterface.register(name, torch.compiler.disable(attend))
     handle.ends.callback(weakref.finalize(handle, AttentionInterface._global_mapping.pop, name, None))
     views: dict[int, PreTrainedConfig] = {}
@@ -86,6 +93,33 @@ def _leave_scales_out(handle: Handle) -> set[nn.Module]:
     for module in found:
         handle.set_forward(module, without_scale(module, module.forward))
     return found
+
+
+def _attach_indexers(handle: Handle) -> None:
+    """Let indexers select keys of the whole sequence for this rank's tokens."""
+
+    def with_mask(original: Any) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return original(*args, **kwargs if handle.plain else {**kwargs, "attention_mask": AnyMask()})
+
+        return forward
+
+    def selecting(indexer: Any, original: Any) -> Any:
+        def forward(
+            hidden_states: Tensor, q_resid: Tensor, position_embeddings: Any, *args: Any, **kwargs: Any
+        ) -> Tensor:  # fmt: skip
+            if handle.plain:
+                return original(hidden_states, q_resid, position_embeddings, *args, **kwargs)
+            inputs, exchange = handle.running.inputs, handle.attention.exchange
+            given = hidden_states, q_resid, position_embeddings, inputs.documents, inputs.row_tokens
+            return select(indexer, original, *given, exchange)
+
+        return forward
+
+    for module in [m for layer in handle.facts.layers for m in layer.modules() if has_indexer(m)]:
+        indexer: Any = module.indexer
+        handle.set_forward(module, with_mask(module.forward))
+        handle.set_forward(indexer, selecting(indexer, indexer.forward))
 
 
 def _view(handle: Handle, config: PreTrainedConfig, name: str, views: dict[int, PreTrainedConfig]) -> PreTrainedConfig:

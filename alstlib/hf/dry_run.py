@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from alstlib.hf.by_position import attention_chunk
+from alstlib.hf.indexed import AnyMask, has_indexer, is_indexer
 from alstlib.tiled.logits import LogitTransform
 
 ROWS = 11
@@ -136,11 +137,13 @@ def _standing_in(model: Any, layers: Sequence[nn.Module], calls: list[LayerCall]
     called."""
     name, head, inside = f"alst_{uuid.uuid4().hex}", model.get_output_embeddings(), False
     logits: list[Tensor] = []
+    indexed = any(has_indexer(m) for m in model.modules())
     training = {m: m.training for m in model.modules()}
     configs = {id(c): c for m in training for c in vars(m).values() if isinstance(c, PreTrainedConfig)}
 
     def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **kwargs: Any) -> Any:
         mask, dropout = kwargs.pop("attention_mask", mask), kwargs.pop("dropout", 0.0)
+        mask = None if isinstance(mask, AnyMask) else mask
         if calls:
             window = kwargs.get("sliding_window") or attention_chunk(module)
             keys = Keys(q.shape[1], k.shape[1], q.shape[3], v.shape[3], window)
@@ -169,6 +172,12 @@ def _standing_in(model: Any, layers: Sequence[nn.Module], calls: list[LayerCall]
             vocabulary = model.config.get_text_config().vocab_size
             logits.append(torch.linspace(-50, 50, ROWS * vocabulary).view(1, ROWS, vocabulary))
             return logits[0].clone()
+        if is_indexer(module):  # what it selects are values, which are not there
+            return args[0].new_empty(*args[0].shape[:2], module.index_topk, dtype=torch.int32)
+        if has_indexer(module):
+            kwargs["attention_mask"] = AnyMask()
+        if indexed and type(module).__name__.endswith("Experts"):  # so is where they send a token
+            return args[0].new_empty(args[0].shape)
         whole = module in layers and not inside  # a layer may be a part of another, which is checkpointed as a whole
         return call_layer(module, *args, **kwargs) if whole else module.forward(*args, **kwargs)
 

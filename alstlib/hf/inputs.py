@@ -135,9 +135,11 @@ def take_call(kwargs: dict[str, Any], ctx: SPContext, chunk: int | None = None) 
     if packed["seq_idx"] is not None and cu is None and kwargs.get("position_ids") is None:
         raise ValueError("seq_idx alone does not tell where documents begin: give position_ids or cu_seqlens too")
     documents = _documents(None if cu is None else integers("cu_seqlens", cu), kwargs, tokens, ctx)
+    row_tokens = None if ours["row_tokens"] is None else integers("row_tokens", ours["row_tokens"])
     inputs = StepInputs(
         shape=shape, device=tokens.device, documents=documents, labels=labels, divisor=divisor,
-        row_length=ours["row_length"], real=_real_tokens(ours["row_tokens"], mask, tokens, ctx),
+        row_length=ours["row_length"], real=_real_tokens(row_tokens, mask, tokens, ctx),
+        row_tokens=row_tokens,
         striped=chunk is not None and ctx.sp > 1 and shape[1] > chunk,
     )  # fmt: skip
     if inputs.striped:
@@ -174,7 +176,8 @@ def of_all_ranks(
         real = None if inputs.real is None else others.pop().bool()
         images = inputs.images if several is None else {**inputs.images, "image_positions": torch.stack(others, -1)}
         inputs = replace(inputs, labels=labels, real=real, images=images)
-    positions, (batch, rows) = kwargs.get("position_ids"), inputs.shape
+    positions: Any = kwargs.get("position_ids")
+    batch, rows = inputs.shape
     if positions is None and (facts.by_longest or facts.scales_by_position):  # the model counts by itself
         positions = torch.arange(rows, device=inputs.device)[None]
     if facts.scales_by_position:
@@ -190,12 +193,12 @@ def of_all_ranks(
     return inputs
 
 
-def _real_tokens(row_tokens: Any, mask: Any, tokens: Tensor, ctx: SPContext) -> Tensor | None:
+def _real_tokens(row_tokens: list[int] | None, mask: Any, tokens: Tensor, ctx: SPContext) -> Tensor | None:
     """Which of this rank's tokens are not padding, where some are."""
     batch, rows = tokens.shape[:2]
     if row_tokens is None:
         return None if mask is None or bool(mask.bool().all()) else mask.bool()
-    lengths = torch.tensor(integers("row_tokens", row_tokens)).expand(batch)
+    lengths = torch.tensor(row_tokens).expand(batch)
     if bool((lengths == rows * ctx.sp).all()):
         return None
     at = torch.arange(rows, device=tokens.device) + ctx.sp_rank * rows

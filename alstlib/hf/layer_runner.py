@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from alstlib.base.recompute import Saved, with_gradient
 from alstlib.hf.handle import Handle
+from alstlib.hf.indexed import WHY_WHOLE, has_indexer
 from alstlib.hf.support import check_recompute
 from alstlib.linear.adapters import is_tokenwise
 from alstlib.offload.checkpoints import Segment, checkpoint
@@ -223,6 +224,8 @@ def _check_chunks(handle: Handle) -> None:
             raise ValueError(
                 f"layer {i} ({type(layer).__name__}) takes no cache, so it cannot run in chunks; use chunk=None"
             )
+        if any(has_indexer(m) for m in layer.modules()):
+            raise ValueError(f"layer {i} ({type(layer).__name__}) {WHY_WHOLE}; use chunk=None")
     for i, call in enumerate(handle.facts.calls):
         for value in tree_flatten(call.others)[0]:
             _row_dimension(value, call.hidden.shape[1], call.layer)

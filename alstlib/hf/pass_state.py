@@ -6,7 +6,7 @@ goes on with a copy that says which pass it is in and which rows it has.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,8 @@ class StepInputs:
     """Global offsets of the chunks of documents, for layers with chunked attention (`Facts.attention_chunk`)."""
     positions: Tensor | None = None
     """[B, L] positions of this rank's tokens, where the model asks for them (`Facts.scales_by_position`)."""
+    row_tokens: Sequence[int] | None = None
+    """Tokens of each sample that are not padding; None: not told."""
     longest: Tensor | None = None
     """[1, 1] the largest position of the whole sequence, where the model asks for it (`Facts.by_longest`)."""
     real: Tensor | None = None

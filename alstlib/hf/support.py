@@ -16,6 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from alstlib.base.mesh import ATTACHED
 from alstlib.hf.by_position import CHUNKED, attention_chunk, scales_by_position
 from alstlib.hf.dry_run import Keys, LayerCall, dry_run
+from alstlib.hf.indexed import INDEXED, WHY_WHOLE, has_indexer
 from alstlib.kernels.backends import choose_backend, of_user
 from alstlib.linear.adapter import plain_forward
 from alstlib.linear.adapters import KINDS, is_tokenwise, mixers_of
@@ -91,6 +92,7 @@ def check_model(model: PreTrainedModel, kernel: str | Callable[..., Any]) -> Fac
     if config.is_encoder_decoder or not getattr(config, "is_causal", True) or model.get_output_embeddings() is None:
         raise ValueError(f"{name} is not a decoder-only causal language model with a head")
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention", CHUNKED}
+    kinds -= INDEXED if any(has_indexer(m) for m in model.modules()) else set()
     if other := sorted(kinds - KINDS if mixers_of(model) else kinds):
         raise ValueError(f"{name} mixes tokens by {', '.join(other)}, which is not exact on a sharded sequence")
     candidates = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
@@ -167,6 +169,8 @@ def _not_by_blocks(layers: Sequence[nn.Module], calls: Sequence[LayerCall]) -> s
     for i, layer in enumerate(layers):
         if attended[layer] > 1:
             return f"layer {i} ({type(layer).__name__}) calls attention more than once"
+        if any(has_indexer(m) for m in layer.modules()):
+            return f"layer {i} ({type(layer).__name__}) {WHY_WHOLE}"
         if layer in reads:
             return f"layer {i} ({type(layer).__name__}) reads what other layers have left for it"
     return ""
@@ -283,6 +287,8 @@ def check_attention(module: nn.Module, mask: Any, dropout: float, kwargs: dict[s
         )
     if kwargs.get("position_bias") is not None:
         raise ValueError(f"{where} adds a position_bias to its scores, which is not supported")
+    if kwargs.get("indices") is not None and (kwargs.get("sliding_window") or kwargs.get("softcap")):
+        raise ValueError(f"{where} selects keys and has a window or a soft cap too, which is not supported")
     config, told = getattr(module, "config", None), kwargs.get("sliding_window")
     kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
     files = {sys.modules[kind.__module__] for kind in type(module).__mro__}

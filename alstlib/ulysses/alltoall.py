@@ -83,6 +83,10 @@ class Exchange:
         self._count(x, self.ranks - 1)
         return everyone.copy_(x.expand_as(everyone)) if emulated(self.group) else everyone
 
+    def sum_parts(self, x: Tensor) -> Tensor:
+        """x [P, ...], a part for each rank -> the sum over ranks of the parts for this one."""
+        return x[0] if self.ranks == 1 else self._swap(x.contiguous()).sum(0)
+
     def to_heads(self, *tensors: Tensor) -> list[Tensor]:
         """Tensors [B, H, L, D], each with its own H (divisible by P) -> views [B, H / P, S, D] of one buffer.
 

@@ -6,11 +6,16 @@ both against the results.
 """
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parents[2] / "papermill_runs" / "results" / "support"
 TABLE = RESULTS / "sweep.md"
+WAYS = ("chunks", "blocks")
+"""Ways of running the layers that have a column of their own."""
+REFUSED = re.compile(r"(?:^|; )([a-z, ]+) refused: ")
+"""The options of which a reason says that they are refused."""
 ABOUT = """# Every causal language model of transformers
 
 Each type is built from a small config and trained for a step on 1 to 3 ranks, on a whole sample and on packed
@@ -18,7 +23,8 @@ documents, with the default options, small tiles with states by heads, row chunk
 chunks with hidden states, keys and values on the host, blocks with keys and values on the host, and without
 checkpoints. `exact`: loss and every gradient are those of plain transformers (documents one by one), to 1e-6 and 1e-4
 in fp32, or 1e-9 in fp64. `refused`: `apply` says why. `not built`: plain transformers does not run the type from such a
-config. `make sweep` measures it anew.
+config. The columns `chunks` and `blocks` say whether an exact type runs in row chunks, and block by block. `make sweep`
+measures it anew.
 
 """
 
@@ -69,6 +75,15 @@ def summary(lines):
     return {**about, "ranks": sorted({line["sp"] for line in lines}), **errors}
 
 
+def ways(found):
+    """For each of `WAYS`, whether a type runs in it, with every transformers: `exact`, `refused`, or a dash where it
+    does not run at all."""
+    if not any(one["result"] == "exact" for one in found):
+        return ["-"] * len(WAYS)
+    refused = " ".join(options for one in found for options in REFUSED.findall(one["reason"]))
+    return ["refused" if way in refused else "exact" for way in WAYS]
+
+
 def table(of="sweep"):
     runs = {
         path.stem.removeprefix(f"{of}-"): {one["type"]: one for one in stored(path)}
@@ -77,11 +92,13 @@ def table(of="sweep"):
     everywhere = {
         version: sorted({sp for one in by_type.values() for sp in one["ranks"]}) for version, by_type in runs.items()
     }
-    rows = [f"| type | {' | '.join(runs)} | reason |", "| --- |" + " --- |" * (len(runs) + 1)]
+    heads = [*runs, *(WAYS if of == "sweep" else ())]
+    rows = [f"| type | {' | '.join(heads)} | reason |", "| --- |" + " --- |" * (len(heads) + 1)]
     for kind in sorted({kind for found in runs.values() for kind in found}):
         found = [by_type.get(kind, {"result": "-", "reason": ""}) for by_type in runs.values()]
         reasons = dict.fromkeys(one["reason"].replace("|", "/") for one in found if one["reason"])
         shown = [_result(one, everywhere[version]) for one, version in zip(found, runs)]
+        shown += ways(found) if of == "sweep" else []
         rows.append(f"| {kind} | {' | '.join(shown)} | {' / '.join(reasons)} |")
     totals = []
     for version, by_type in runs.items():

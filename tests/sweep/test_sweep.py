@@ -1,11 +1,15 @@
 """A sample of the sweep: types that are in no other test, refused ones too, on one rank and on two; and its table."""
 
+import re
+
 import drive
 import judge
 import judge_images
 import pytest
 import small
+import stock
 import table
+from cases import ROOT
 
 EXACT = [
     "gemma4_text", "deepseek_v2", "mllama", "afmoe", "jetmoe", "opt", "roberta", "stablelm", "hrm_text", "whisper",
@@ -99,6 +103,29 @@ def test_what_is_kept_of_other_types_stays(tmp_path):
     drive.keep({**outcome("opt", "not built"), **outcome("llama", "refused")}, path)
     kept = [(one["type"], one["result"]) for one in table.stored(path)]
     assert kept == [("bart", "refused"), ("llama", "refused"), ("opt", "not built")]
+
+
+def test_a_type_says_in_which_ways_it_runs():
+    exact, refused = {"result": "exact", "reason": ""}, {"result": "refused", "reason": "ValueError: blocks; no chunks"}
+    partly = {
+        "result": "exact",
+        "reason": "chunks, chunks, host refused: ValueError: a; b; blocks refused: ValueError: c",
+    }
+    assert table.ways([exact]) == ["exact", "exact"]
+    assert table.ways([refused]) == ["-", "-"]
+    assert table.ways([partly, exact]) == ["refused", "refused"]
+    assert table.ways([{**exact, "reason": "blocks refused: ValueError: no chunks"}]) == ["exact", "refused"]
+
+
+def test_the_types_that_the_readme_names_are_refused_by_the_stock_route_and_exact_here():
+    text = (ROOT / "README.md").read_text()
+    named = re.findall(r"\((\w+)\)", re.search(r"Ten families of models.*?\n\n", text, re.S).group())
+    refused = {one["type"] for one in table.stored(stock.PATH)}
+    exact = {one["type"] for one in table.stored(table.RESULTS / "sweep-5.23.0.jsonl") if one["result"] == "exact"}
+    assert len(named) == 10
+    assert set(named) <= refused & exact
+    assert stock.refused("qwen3_next")
+    assert not stock.refused("llama")
 
 
 @pytest.mark.parametrize("of", table.PAGES)

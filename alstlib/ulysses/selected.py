@@ -1,0 +1,154 @@
+"""Attention of queries to keys that were selected for each of them, over a sequence of which each rank has a slice.
+
+Shape legend: B batch, S sequence, P ranks, L = S / P, H query heads, K key/value heads, D key width, V value width, N
+selected keys of a query.
+
+Rows stay where they are, and keys and values travel: those of a few heads at a time are gathered, and tile by tile each
+row's selected keys are fetched from them. So no tensor has [S, S] or [L, S] numbers, any number of heads works, and
+products are O(L N). What lies on the device at a time is one group of K / P heads of the whole sequence, as in head
+layout, and the fetched keys of a tile. What it costs: each rank receives the keys and values of all heads, P times the
+bytes of Ulysses' exchange; and keys are fetched for each query and head apart, so that memory traffic, not the
+products, takes the time. A GPU needs a kernel that fetches selected keys inside, with a backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alstlib.base.recompute import Saved, first_order
+from alstlib.base.sizing import TILE_BYTES
+from alstlib.ulysses.alltoall import Exchange
+from alstlib.ulysses.attention import row_delta
+
+
+def selected_attention(
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, exchange: Exchange, *, scale: float,
+    sinks: Tensor | None = None, saved: Saved | None = None,
+) -> Tensor:  # fmt: skip
+    """The attention output [B, H, L, V] of this rank's tokens, from q [B, H, L, D], k [B, K, L, D] and v [B, K, L, V]
+    of this rank's tokens. Collective over the SP group.
+
+    Args:
+        indices: [B, L, N] int32, the places in the sequence [0, S) of the keys that each token attends to, each once;
+            -1 for none. A token has one at least.
+        scale: the factor of the scores.
+        sinks: [H], the score of a further key without a value for each head, or none.
+        saved: as `UlyssesAttention` takes it.
+    """
+    return _Selected.apply(q, k, v, sinks, indices, exchange, (scale, saved))
+
+
+def _groups(q: Tensor, k: Tensor, ranks: int) -> Iterator[tuple[slice, slice]]:
+    """(query heads, key/value heads) of each part that is computed at a time."""
+    kv_heads, shared = k.shape[1], q.shape[1] // k.shape[1]
+    step = max(1, kv_heads // ranks)
+    for first in range(0, kv_heads, step):
+        last = min(first + step, kv_heads)
+        yield slice(first * shared, last * shared), slice(first, last)
+
+
+def _tiles(indices: Tensor, heads: int, width: int, element_bytes: int) -> Iterator[slice]:
+    """Rows whose fetched keys and values are about as large as an intermediate of a tile."""
+    batch, rows, count = indices.shape
+    room = TILE_BYTES.get(indices.device.type, TILE_BYTES["cpu"])
+    tile = max(1, room // max(1, batch * count * heads * width * element_bytes))
+    for first in range(0, rows, tile):
+        yield slice(first, min(first + tile, rows))
+
+
+def _gathered(exchange: Exchange, x: Tensor) -> Tensor:
+    """x [B, n, L, D] of this rank -> [B, n, S, D]."""
+    return exchange.gather(x).permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+def _fetched(x: Tensor, at: Tensor) -> Tensor:
+    """Of x [B, n, S, D] the rows at [B, t, N] -> [B, n, t, N, D]."""
+    return torch.stack([one[:, rows] for one, rows in zip(x, at)])
+
+
+def _scores(q: Tensor, k: Tensor, indices: Tensor, scale: float) -> Tensor:
+    """Scores [B, n, g, t, N] of q [B, n, g, t, D] with its keys k [B, n, t, N, D], in fp32 at least."""
+    made = torch.einsum("bngtd,bntkd->bngtk", q, k)
+    return (made.to(torch.promote_types(q.dtype, torch.float32)) * scale).masked_fill(
+        indices[:, None, None] < 0, float("-inf")
+    )
+
+
+class _Selected(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor, exchange: Exchange,
+        how: tuple[float, Saved | None],
+    ) -> Tensor:  # fmt: skip
+        scale, saved = how
+        ctx.scale, ctx.exchange = scale, exchange
+        ctx.sinks = None if sinks is None else sinks.detach().clone()  # an engine may take the parameter away
+        if saved is not None and saved.replaying:
+            out, lse = saved.take()
+            ctx.save_for_backward(q, k, v, indices, out, lse)
+            return out.view_as(out)  # a tensor of its own: autograd must not mark the saved one as an output
+        out = q.new_empty(*q.shape[:3], v.shape[3])
+        lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+        with torch.autocast(q.device.type, enabled=False):
+            for heads, kv in _groups(q, k, exchange.ranks):
+                keys, values = (_gathered(exchange, t[:, kv]) for t in (k, v))
+                n = keys.shape[1]
+                for rows in _tiles(indices, n, k.shape[3] + v.shape[3], k.element_size()):
+                    chosen = indices[:, rows].long()
+                    at = chosen.clamp(min=0)
+                    scores = _scores(q[:, heads, rows].unflatten(1, (n, -1)), _fetched(keys, at), chosen, scale)
+                    total = scores.logsumexp(-1)
+                    if ctx.sinks is not None:
+                        total = torch.logaddexp(total, ctx.sinks[heads].to(total).view(1, n, -1, 1))
+                    weights = (scores - total[..., None]).exp().to(v.dtype)
+                    made = torch.einsum("bngtk,bntkv->bngtv", weights, _fetched(values, at))
+                    out[:, heads, rows], lse[:, heads, rows] = made.flatten(1, 2), total.flatten(1, 2)
+        if saved is not None and saved.active:
+            saved.tensors.append((out, lse))
+        if any(ctx.needs_input_grad):
+            ctx.save_for_backward(q, k, v, indices, out, lse)
+        return out
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        (q, k, v, indices, out, lse), exchange = ctx.saved_tensors, ctx.exchange
+        delta, dq = row_delta(dout, out)[..., 0], torch.empty_like(q)
+        dk, dv = torch.empty_like(k), torch.empty_like(v)
+        with torch.autocast(q.device.type, enabled=False):
+            for heads, kv in _groups(q, k, exchange.ranks):
+                keys, values = (_gathered(exchange, t[:, kv]) for t in (k, v))
+                sums = [torch.zeros_like(t, dtype=lse.dtype) for t in (keys, values)]
+                n = keys.shape[1]
+                for rows in _tiles(indices, n, k.shape[3] + v.shape[3], k.element_size()):
+                    chosen = indices[:, rows].long()
+                    at = chosen.clamp(min=0)
+                    ours, above, total, row = (t[:, heads, rows].unflatten(1, (n, -1)) for t in (q, dout, lse, delta))
+                    fetched = _fetched(keys, at)
+                    weights = (_scores(ours, fetched, chosen, ctx.scale) - total[..., None]).exp()
+                    into = torch.einsum("bngtv,bntkv->bngtk", above, _fetched(values, at)).to(weights.dtype)
+                    slopes = (weights * (into - row[..., None]) * ctx.scale).to(q.dtype)
+                    dq[:, heads, rows] = torch.einsum("bngtk,bntkd->bngtd", slopes, fetched).flatten(1, 2)
+                    parts = [
+                        torch.einsum("bngtk,bngtd->bntkd", slopes, ours),
+                        torch.einsum("bngtk,bngtv->bntkv", weights.to(v.dtype), above),
+                    ]
+                    for added, part in zip(sums, parts):
+                        for one, places, grad in zip(added, at, part):  # keys that are not there add zeros
+                            one.index_add_(1, places.flatten(), grad.flatten(1, 2).to(one.dtype))
+                for grad, added in zip((dk, dv), sums):
+                    grad[:, kv] = _owned(exchange, added)
+        dsinks = None
+        if ctx.sinks is not None and ctx.needs_input_grad[3]:  # this rank's tokens' share
+            sinks = ctx.sinks.to(lse)[:, None]
+            dsinks = -((sinks - lse).exp() * delta).sum((0, 2)).to(ctx.sinks.dtype)
+        return dq, dk, dv, dsinks, None, None, None
+
+
+def _owned(exchange: Exchange, x: Tensor) -> Tensor:
+    """The sum over ranks of x [B, n, S, D], of this rank's tokens [B, n, L, D]."""
+    return exchange.sum_parts(x.unflatten(2, (exchange.ranks, -1)).permute(2, 0, 1, 3, 4))
