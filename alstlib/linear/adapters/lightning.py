@@ -13,8 +13,9 @@ from alstlib.linear.adapter import Adapter, LayerPart
 from alstlib.linear.rule import StateRule
 
 AT_ONCE = 64
-"""Chunks of the recurrence that are computed together: a loop over single chunks of a long sequence is thousands of
-small operations, on a GPU as in a simulation (a plan of MiniMax took over five minutes with it)."""
+"""Chunks of the recurrence that are computed together, or a part of them all if that is more: a loop over single chunks
+of a long sequence is thousands of small operations, on a GPU as in a simulation (a plan of MiniMax took over five
+minutes with it)."""
 MADE_OF = {"qkv_proj", "act_fn", "norm", "output_gate", "out_proj", "slope_rate", "block_size", "head_dim"}
 """It calls no function for its recurrence, and is known by these."""
 
@@ -61,8 +62,9 @@ def decayed_attention(
     state = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3], dtype=wide)
     state, slope, outs = state if initial_state is None else initial_state, slopes.to(wide)[:, None, None], []
     whole, rest = divmod(q.shape[1], chunk_size)
-    full, last = divmod(whole, AT_ONCE)
-    pieces = [(n * chunk_size, chunk_size) for n in [AT_ONCE] * full + [last]] + [(rest, rest)]
+    together = max(AT_ONCE, whole // AT_ONCE)
+    full, last = divmod(whole, together)
+    pieces = [(n * chunk_size, chunk_size) for n in [together] * full + [last]] + [(rest, rest)]
     sizes, chunks = zip(*((size, part) for size, part in pieces if size))
     parts = zip(chunks, *(t.transpose(1, 2).to(wide).split(sizes, 2) for t in (q, k, v)))
     for tokens, q_i, k_i, v_i in parts:
