@@ -42,6 +42,10 @@ NOT_HERE = {
     "env/gpu.sh": "needs a GPU; its dry run is in test_gpu_steps.py",
     ".venv/bin/alst verify": "test_verify.py does this",
     "import alstlib\nfrom trl": "test_sft_trainer.py does this",
+    "alst finetune": "test_finetune.py and tests/elsewhere run the command, on a CPU",
+    "docker build": "needs Docker and a network",
+    "apptainer build": "needs Apptainer and a network",
+    "export ": "settings of a cluster",
     "import alstlib\n\nhandle": "test_vision.py does this",
     "alst run SPEC --nodes": "needs a cluster: tests/slurm, test_nodes.py",
     "sbatch": "needs Slurm: tests/slurm",
@@ -61,6 +65,7 @@ ANSWERS = {"alst status": (0, 1, 3), "alst check": (0, 1), "alst plan --machine"
 PYTHON = ("import alstlib, deepspeed\n", "out = alstlib.block_step(")
 SILENT = "import torch\n"
 """How the blocks of the page on silent errors begin."""
+FILES = "import alstlib\nfrom datasets import load_dataset"
 GRPO, TREE = "import alstlib\nfrom trl import GRPOConfig", "import alstlib\nimport torch\nfrom torch.nn.parallel"
 HERE = {"meta-llama/Llama-3.1-8B-Instruct": "model", "my_documents.jsonl": "texts.jsonl", "chats.jsonl": "texts.jsonl",
         "seq_len: 131072": "seq_len: 64", "steps: 1000": "steps: 2", "steps: 500": "steps: 2",
@@ -103,7 +108,7 @@ SHELL = [(page, command) for page, command in PRINTED if begins(command, (*QUICK
 
 
 def test_each_block_is_run_or_says_why_not():
-    known = (*NOT_HERE, *QUICK, *MINUTES, *PYTHON, SILENT, GRPO, TREE, "cd ")
+    known = (*NOT_HERE, *QUICK, *MINUTES, *PYTHON, SILENT, FILES, GRPO, TREE, "cd ")
     assert [(page, command) for page, command in PRINTED if not begins(command, known)] == []
     unused = {one for one in known if not any(begins(command, known) == one for _, command in PRINTED)}
     assert unused == set(), "no page has these"
@@ -169,6 +174,29 @@ def test_the_loop_runs_as_printed(ranks2, by_blocks):
     assert first == second
     assert len(first) == 4
     assert all(3 < loss < 6 for loss in first)
+
+
+def losses(rank, world, code, folder):
+    """Of the README's lines that train on one's own files, with this for what needs GPUs."""
+    for printed, here in HERE.items():
+        code = code.replace(printed, here)
+    small = "max_length=64, use_cpu=True, bf16=False, max_steps=2, logging_steps=1, report_to=[]"
+    code = (
+        code.replace("max_length=131072", small)
+        .replace("sp=8", "sp=2")
+        .replace("SPTrainer(model", "t = SPTrainer(model")
+    )
+    names = {}
+    with contextlib.chdir(folder), accelerate_here("ddp"):
+        exec(code.replace(").train()", ")\nt.train()"), names)
+    return [line["loss"] for line in names["t"].state.log_history if "loss" in line]
+
+
+def test_the_lines_of_the_readme_run_as_printed(ranks2, clone):
+    (code,) = (block for _, block in PRINTED if block.startswith(FILES))
+    first, second = ranks2(losses, code, str(clone))
+    assert len(first) == 2
+    assert first == second
 
 
 def rewards(rank, world, code, folder):

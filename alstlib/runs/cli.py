@@ -1,5 +1,5 @@
-"""The command `alst run | report | status | plan | verify | check`. A sweep's runs are executed by papermill, one after
-another."""
+"""The command `alst run | report | status | finetune | plan | verify | check`. A sweep's runs are executed by
+papermill, one after another."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from alstlib.planner.command import fields_of
 from alstlib.runs import (
     check,
     cluster,
+    finetune,
     launch,
     locks,
     report,
@@ -254,6 +255,7 @@ COMMANDS: dict[str, tuple[Callable[[Any], int], Callable[[argparse.ArgumentParse
     "status": (
         status.status, _status_options, "say which rows run, finished or failed, and what to type next", status.EXIT
     ),
+    "finetune": (finetune.finetune, finetune.add_arguments, finetune.HELP, finetune.EXIT),
     "plan": (
         command.command, command.add_arguments,
         "predict which length fits on which GPUs and how long a step takes; run nothing", command.EXIT,

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,9 @@ from alstlib.runs.results import Json
 
 RECORD = "sweep.json"
 """Left in a sweep's folder by `alst run`: which spec it is of, and what its rows were resolved for."""
+
+SHARED = Path(os.path.realpath(sys.prefix), "share", "alst")
+"""Where an installed wheel puts notebooks/ (the run templates) and papermill_runs/specs/."""
 
 Rows = Annotated[
     list[str | Fields], Field(min_length=1), Works("a list of at least one row: names, or mappings with a name")
@@ -106,11 +110,13 @@ def load_spec(
     Raises:
         ValueError: what cannot be read, unknown names (with the nearest known one), or values RunConfig refuses.
     """
+    if not path.exists() and (built_in := SHARED / path).is_file():
+        path = built_in
     path = Path(os.path.realpath(path))  # Path.resolve fails on a link that leads back to itself
     given = _read(path)
     name = given.name or path.stem
     notebook, root = _locate("notebook", given.notebook, path)
-    home = root if path.is_relative_to(root) else launch.default_home()
+    home = root if path.is_relative_to(root) and root != SHARED else launch.default_home()
     folder = Path(out).resolve() if out else home / OUT / name
     ran: Json = {"gpus": devices.device_count(), "nodes": nodes, "changes": changes or {}}
     ran |= read_record(folder) if as_run else {}
@@ -129,11 +135,12 @@ def load_spec(
         config = config.replace(**fields).replace(**ran["changes"])
         rows[row] = launch.resolve(config, launch.node_count(config, ran["nodes"]), ran["gpus"])
     parameters = dict(given.parameters or {})
+    report = given.report if root != SHARED else None  # a lesson, which needs a checkout
     if str(worker := parameters.get("worker", "")).endswith(".py"):
         parameters["worker"] = str(_locate("worker", worker, path)[0])
     return Spec(
         name=name, path=path, home=home, notebook=notebook, parameters=parameters, rows=rows,
-        report=_locate("report", given.report, path)[0] if given.report else None, out=folder, nodes=ran["nodes"],
+        report=_locate("report", report, path)[0] if report else None, out=folder, nodes=ran["nodes"],
         changes=ran["changes"],
     )  # fmt: skip
 
@@ -161,11 +168,12 @@ def _locate(what: str, name: str, spec: Path) -> tuple[Path, Path]:
     """A file named by a spec, relative to the spec's folder, one above it or the clone of this package; and that
     folder."""
     clone = Path(__file__).resolve().parents[2]
-    for folder in (*spec.parents, clone):
+    for folder in (*spec.parents, clone, SHARED):
         if (folder / name).is_file():
             return folder / name, folder
     raise ValueError(
-        f"{what}={name!r} of {spec} was found neither in a folder above the spec nor in {clone}; give its whole path"
+        f"{what}={name!r} of {spec} was found neither in a folder above the spec nor in {clone} nor in {SHARED}; give "
+        "its whole path"
     )
 
 

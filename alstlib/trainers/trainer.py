@@ -21,6 +21,7 @@ import functools
 import inspect
 import logging
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -46,10 +47,12 @@ from alstlib.trainers.predictions import Shown
 from alstlib.trainers.sampling import SharedOrder, spread_neftune
 from alstlib.trainers.trainer_checks import (
     Slice,
+    advice,
     check_arguments,
     check_class,
     check_liger,
     check_seeds,
+    offloads,
 )
 
 if TYPE_CHECKING:
@@ -96,6 +99,14 @@ class TrainerMixin(Base):
             # any. Here it runs in every step.
             given.ddp_find_unused_parameters = False
         super().__init__(*args, **kwargs)
+        if offloads(self.args) and not self.alst.offload:
+            self.alst = self.alst.replace(offload=True)
+        self._counting_since: float | None = None
+        """When the steps began that are logged next; None: none of them did."""
+        self._advised = False
+        """Whether a warning about the batches was given."""
+        self._counted = 0
+        """The tokens of these steps."""
 
     # ----- the mesh
 
@@ -114,17 +125,16 @@ class TrainerMixin(Base):
 
     def _take_over(self, found: Any) -> None:
         """Accelerate's own sequence parallelism stays off, and its degree is ours."""
-        if found.tp_size > 1 or found.cp_size > 1 or (self.sp is not None and found.sp_size not in (1, self.sp)):
+        name, own = ("cp_size", "context") if found.cp_size > 1 else ("sp_size", "DeepSpeed's sequence")
+        degree = found.sp_size * found.cp_size
+        if found.tp_size > 1 or (self.sp is not None and degree not in (1, self.sp)):
             raise ValueError(
                 f"parallelism_config has tp_size={found.tp_size}, cp_size={found.cp_size} and sp_size={found.sp_size}: "
-                f"TrainerMixin supports sp_size only, which must be sp={self.sp} where both are given"
+                f"TrainerMixin supports cp_size and sp_size only, which must be sp={self.sp} where both are given"
             )
         if self.sp is None:
-            self.sp = found.sp_size
-            log.warning(
-                "parallelism_config: sp_size=%d is used by alstlib, in place of DeepSpeed's sequence parallelism",
-                found.sp_size,
-            )
+            self.sp = degree
+            log.warning("parallelism_config: %s=%d is used by alstlib, in place of %s parallelism", name, degree, own)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -187,8 +197,18 @@ class TrainerMixin(Base):
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *_: Any) -> tuple[list[Batch], Any]:
         """The slices of one optimizer step, and the number of items by which the Trainer would divide its loss."""
+        if self._counting_since is None:
+            self._counting_since, self._counted = time.perf_counter(), 0
         slices = self._share(islice(epoch_iterator, num_batches))
+        self._counted += sum(int(part.get("seen_tokens", 0)) for part in slices)
         return slices, self._items(slices[0]) if slices else None
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Also the speed of the steps since the last log; evaluations and checkpoints between steps do not count."""
+        if "loss" in logs and self._counting_since is not None and self._counted:
+            seconds, self._counting_since = time.perf_counter() - self._counting_since, None
+            logs["tokens_per_second_per_gpu"] = self._counted / seconds / self.args.world_size
+        super().log(logs, *args, **kwargs)
 
     def _share(self, batches: Iterable[Any]) -> list[Any]:
         lengths: list[int] = []
@@ -211,7 +231,8 @@ class TrainerMixin(Base):
 
     def _known(self, batch: Any) -> dict[str, Any]:
         """A collator's batch without what says the same twice, and without what the model's forward does not take."""
-        model = type(without_adapters(self.model))
+        plain = without_adapters(self.model)
+        model, model_config = type(plain), plain.config.get_text_config()
         known = (*TransformersKwargs.__annotations__, "shift_labels")  # what attention and loss find among all else
         keys = (*KEYS, *(IMAGE_KEYS if self._images else ()))
         takes = {*keys, *REDUNDANT, *known, *inspect.signature(model.forward).parameters}
@@ -223,6 +244,10 @@ class TrainerMixin(Base):
                 f"{model.__name__} would read {', '.join(lost)} of the batch, but ranks that share a sample only read "
                 f"{', '.join(keys)}: drop them in the collate_fn"
             )
+        if not self._advised:
+            for text in advice(model_config, batch):
+                self._advised = True
+                log.warning(text)
         twice = REDUNDANT if batch.get("position_ids") is not None else ()
         return {name: value for name, value in batch.items() if name in takes and name not in twice}
 

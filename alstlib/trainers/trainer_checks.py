@@ -150,6 +150,50 @@ def check_liger(args: Any) -> None:
         )
 
 
+def offloads(args: Any) -> bool:
+    """Whether the arguments ask for transformers' offload of checkpoints. It is taken out of them, because ours does
+    it. transformers 5.23 has the field under two names."""
+    asked = False
+    for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
+        given = dict(getattr(args, name, None) or {})
+        if "offload" in given:
+            asked = given.pop("offload") or asked
+            setattr(args, name, given)
+    return bool(asked and args.gradient_checkpointing)
+
+
+MOST_PADDING = 0.25
+"""The share of a batch that may be padding without a warning."""
+
+
+def beyond_training(config: Any, tokens: int) -> str:
+    """What to know of documents of so many tokens, where the model was trained on shorter ones and its rotary positions
+    are not scaled; empty elsewhere."""
+    trained, rope = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None) or {}
+    if not trained or tokens <= trained or rope.get("rope_type", "default") != "default" or "rope_theta" not in rope:
+        return ""
+    yarn = {"rope_type": "yarn", "rope_theta": rope["rope_theta"], "factor": float(-(-tokens // trained)),
+            "original_max_position_embeddings": trained}  # fmt: skip
+    return (
+        f"a document has {tokens:,} tokens, but the model was trained on {trained:,} at most and its RoPE is not "
+        f"scaled: the loss begins high there. Before the model is loaded, write config.rope_parameters = {yarn}"
+    )
+
+
+def advice(config: Any, batch: Any) -> list[str]:
+    """What would go wrong silently with a batch of whole samples."""
+    rows, positions, mask = batch["input_ids"], batch.get("position_ids"), batch.get("attention_mask")
+    # in a packed row each document has positions of its own
+    made = [beyond_training(config, len(rows[0]) if positions is None else 1 + int(positions.max()))]
+    padded = 0.0 if mask is None or mask.ndim != 2 else 1 - float(mask.ne(0).float().mean())
+    if padded > MOST_PADDING:
+        made.append(
+            f"{padded:.0%} of a batch is padding, which is computed for nothing: use packing, padding_free=True, "
+            "train_sampling_strategy='group_by_length', or fewer samples in a batch"
+        )
+    return [text for text in made if text]
+
+
 class Slice(dict):
     """One rank's inputs of the model. Who looks for what only whole samples have is told what there is instead."""
 

@@ -1,5 +1,6 @@
 """The README's first command on machines unlike this one (`make test-elsewhere`): in each environment its `--dry-run`,
 and a row of two steps; with `--whole` the command itself, and an installation with every other Python that is here.
+And a wheel without a checkout.
 
 What this machine does not let the tests make is skipped, with the reason.
 """
@@ -11,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -186,6 +188,31 @@ def starts(place, whole):
 def test_the_first_command(make, place, pytestconfig):
     make(place)
     starts(place, pytestconfig.getoption("whole"))
+
+
+@pytest.mark.timeout(1500)
+def test_a_wheel_in_a_folder_of_the_users_own(place):
+    """Its packages are this environment's; of this library only the wheel is there, and no checkout is near."""
+    python, wheels = str(place.mine / "env/bin/python"), str(place.mine / "wheels")
+    place.run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", wheels, ".")
+    place.run(sys.executable, "-m", "venv", str(place.mine / "env"))
+    (wheel,) = Path(wheels).glob("alstlib-*.whl")
+    place.run(python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", str(wheel))
+    (packages,) = place.mine.glob("env/lib/python*/site-packages")
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib"))
+    folder = place.checkout = place.mine / "folder"  # where commands are run
+    folder.mkdir()
+    assert str(packages) in place.run(python, "-c", "import alstlib; print(alstlib.__file__)")
+    alst = str(place.mine / "env/bin/alst")
+    assert "Llama-3.1-8B" in place.run(alst, "plan", "--model", "meta-llama/Llama-3.1-8B", "--gpus", "8")
+    assert "equal" in place.run(alst, "verify", "tiny", "--sp", "2")
+    (folder / "two.yaml").write_text(yaml.safe_dump(TWO_STEPS))
+    place.run(alst, "run", "two.yaml")
+    assert results.read_result(folder / "papermill_runs/out/two-steps/alst/result.json")["status"] == "ok"
+    assert "results in papermill_runs/out/ablation-quick" in place.run(alst, "run", SPEC, "--dry-run")
+    (folder / "mine.txt").write_text("def double(x):\n    return 2 * x\n" * 200)
+    assert "step 3/3" in place.run(alst, "finetune", "--model", "tiny", "--data", "mine.txt", "--set", "optim.steps=3")
+    place.run(python, "-c", "import transformers; transformers.AutoModel.from_pretrained('tuned/model')")
 
 
 def interpreter(version):

@@ -1,10 +1,12 @@
 """Fine-tuning: what the libraries alone compute in one process, checkpoints, refusals, the notebook."""
 
+import argparse
 import contextlib
 import itertools
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -21,11 +23,13 @@ from cases import ROOT, check_refused, lines_of, make_model, run_with, values_of
 from trainers import SETTINGS, accelerate_here
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from alstlib.base.config import RunConfig
+from alstlib.base.config import RunConfig, value_of
 from alstlib.data.corpus import get_tokenizer, load_corpus
 from alstlib.hf.models import load_model
 from alstlib.planner.model_shapes import read_shape
+from alstlib.runs import finetune as command
 from alstlib.runs import progress, results, workers
+from alstlib.runs.cli import main
 from alstlib.runs.launch import launch
 from alstlib.runs.processes import WARNED
 from alstlib.runs.progress import ProgressReader
@@ -36,6 +40,7 @@ from alstlib.runs.workers import FINETUNE, planned
 
 pytest.importorskip("trl")
 SPLITS = "with packed=True, trainer={'packing_strategy': 'bfd_split'} cuts nothing off"
+CUT = "were cut at 96 tokens, and with them 19.7% of the labels"
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
 
 
@@ -246,7 +251,7 @@ def test_two_ranks_are_plain_trl_in_one_process(whole, data, tmp_path):
     compare(m, plain(config(data), tmp_path))
     assert m["loss"][-1] < m["loss"][0] - 0.2
     assert m["parameters"] == m["trained_parameters"] == read_shape("tiny", {}).parameters
-    assert m["notes"][:2] == [finetune.ON_CPU, f"6 of 21 rows of '{data}' were cut at 96 tokens; {SPLITS}"]
+    assert m["notes"][:2] == [finetune.ON_CPU, f"6 of 21 rows of '{data}' {CUT}; {SPLITS}"]
     assert len(m["device_peak_bytes"]) == len(m["host_peak_bytes"]) == 2
     assert min(m["host_peak_bytes"]) > 0
     assert len(m["step_seconds"]) == 4
@@ -358,6 +363,80 @@ def test_what_the_ranks_refuse(ranks2, tmp_path, data):
         run = config(str(rows) if lines else data, save_to=str(saved), **{"data.eval": None, **changes})
         assert message in ranks2(tuned, str(tmp_path), run)[0]["error"]["message"]
     assert not saved.exists()
+
+
+# The command
+
+
+def run_of(*words):
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return command.run_of(parser.parse_args(["--model", "tiny", *words]))
+
+
+def test_the_command_trains_what_plain_transformers_loads(ranks2, tmp_path, monkeypatch, data):
+    """From a folder of one's own, with relative paths: a model with its tokenizer, a text, chats."""
+    monkeypatch.chdir(tmp_path)
+    documents(tmp_path, [FORMATS[0]])  # leaves a tokenizer with a chat template
+    make_model("llama", vocab_size=512).save_pretrained("model")
+    for file in Path("tokenizer").iterdir():
+        file.rename(Path("model", file.name))
+    Path("data").mkdir()
+    Path("data/chats.jsonl").write_text("\n".join(map(json.dumps, FORMATS * 4)))
+    run = run_of("--model", "model", "--data", "data", "--lora", "r=4,lora_alpha=8", "--seq-len", "64", "--epochs", "2")
+    assert (run.model.name, run.data.name) == (f"{tmp_path}/model", f"{tmp_path}/data")
+    assert (run.engine.world_size, run.engine.sp, run.data.seq_len) == (2, 2, 64)
+    result = ranks2(tuned, str(tmp_path / "tuned"), run)[0]
+    assert result["status"] == "ok", result["error"]
+    losses = result["metrics"]["loss"]
+    assert len(losses) % 2 == 0  # two epochs
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned" / "model")
+    before = AutoModelForCausalLM.from_pretrained("model")
+    assert saved.num_parameters() == before.num_parameters()
+    moved = [name for name, p in before.named_parameters() if not torch.equal(p, saved.get_parameter(name))]
+    assert len(moved) == 2 * 7  # the linear layers, to which the adapter was added
+
+
+DESCRIBED = """
+--sp 1                         -> engine.sp: 1
+--lora r=16                    -> {model.lora: {r: 16}, output.merge_lora: true, optim.learning_rate: 0.0001}
+--set optim.learning_rate=0.01 -> optim.learning_rate: 0.01
+--set data.seq_len=8K          -> data.seq_len: 8000
+--seq-len 3K                   -> data.seq_len: 3000
+--set data.eval=0.1            -> {data.eval: 0.1, data.seq_len: 1024, optim.max_grad_norm: 1.0}
+--set "optim.trainer={report_to: all}" -> optim.trainer: {report_to: all, num_train_epochs: 1.0, ...}
+--set optim.steps=5            -> optim.trainer: {...}
+"""
+
+
+@pytest.mark.parametrize("words, fields", lines_of(DESCRIBED))
+def test_what_the_command_describes(data, words, fields):
+    run = run_of("--data", data, *shlex.split(words))
+    usual = "lr_scheduler_type: cosine, packing_strategy: bfd_split, eval_steps: 0.1"
+    fields = yaml.safe_load(fields.replace("...", usual))
+    assert {name: value_of(run, name) for name in fields} == fields
+
+
+UNUSABLE = """
+--data ./nix                   -> data='./nix' does not exist; its folder . has nothing of a similar name
+--data mora.jsonl              -> did you mean 'more.jsonl'?
+--data more.jsonl --model ./no -> model='./no' does not exist
+--data more.jsonl --model .    -> is a folder without config.json
+--data more.jsonl --lora r     -> --lora r must have the form FIELD=VALUE
+--data more.jsonl --sp 3       -> sp=3 does not divide
+--data more.jsonl --set data.seq=5 -> did you mean
+--data more.jsonl --epochs two -> could not convert string to float: 'two'
+"""
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize("words, message", lines_of(UNUSABLE))
+def test_what_the_command_refuses_before_the_start(tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(tmp_path)
+    Path("more.jsonl").write_text("{}")
+    assert main(["finetune", "--model", "tiny", *words.split()]) == 2
+    assert message in capsys.readouterr().err
+    assert not Path("tuned").exists()
 
 
 # The planner, the launcher, the notebook

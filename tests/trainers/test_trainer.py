@@ -1,6 +1,9 @@
 """TrainerMixin: under every engine what the plain Trainer does in one process, and wrong use refused by name."""
 
 import functools
+import itertools
+import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,6 +32,7 @@ from trl_runs import mixture
 import alstlib
 from alstlib.planner.measure.ledger import Ledger
 from alstlib.trainers import trainer as trainer_module
+from alstlib.trainers import trainer_checks
 
 ENGINES = ["ddp", "zero1", "zero2", "zero3", "fsdp2"]
 EVALUATED = {"evaluate": True, "eval_strategy": "steps", "eval_steps": 5}
@@ -366,13 +370,66 @@ def test_an_accelerate_file_of_old_is_taken_over(ranks2):
     one = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
     of_two = {**one, "PARALLELISM_CONFIG_SP_SIZE": "2"}
     said = "parallelism_config: sp_size=2 is used by alstlib, in place of DeepSpeed's sequence parallelism"
-    for sp, env, notes in ((None, of_two, [said]), (2, of_two, []), (2, one, [])):
+    context = {**one, "PARALLELISM_CONFIG_CP_SIZE": "2"}
+    told = "parallelism_config: cp_size=2 is used by alstlib, in place of context parallelism"
+    for sp, env, notes in (
+        (None, of_two, [said]), (2, of_two, []), (2, one, []), (None, context, [told]), (2, context, []),
+    ):  # fmt: skip
         assert ranks2(taken_over, sp, env) == [((2, 1, 2), notes)] * 2
     for sp, env, message in (
-        (1, of_two, "sp_size=2: TrainerMixin supports sp_size only, which must be sp=1"),
-        (None, {**one, "PARALLELISM_CONFIG_CP_SIZE": "2"}, "cp_size=2"),
+        (1, of_two, "sp_size=2: TrainerMixin supports cp_size and sp_size only, which must be sp=1"),
+        (1, context, "cp_size=2 and sp_size=1"),
+        (None, {**one, "PARALLELISM_CONFIG_TP_SIZE": "2"}, "tp_size=2"),
     ):
         assert message in ranks2(taken_over, sp, env)[0]
+
+
+SWITCHES = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"offload": True}, "max_steps": 3}
+
+
+@pytest.mark.usefixtures("here")
+def test_switches_of_the_ecosystem(monkeypatch):
+    """transformers' offload is ours, and the log has the speed of the steps without an evaluation between them."""
+    assert not build().alst.offload
+    assert not build(settings={**SWITCHES, "gradient_checkpointing": False}).alst.offload
+    assert build(settings=SWITCHES, alst=alstlib.Options(offload="sync")).alst.offload == "sync"
+    clock = itertools.count(1000.0, 2.0)
+    monkeypatch.setattr(trainer_module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    more = {"eval_strategy": "steps", "eval_steps": 1, "include_num_input_tokens_seen": "non_padding"}
+    trainer = build(settings={**SWITCHES, **more}, eval_dataset=samples(2))
+    assert trainer.alst.offload is True
+    assert trainer.args.gradient_checkpointing_kwargs == {}
+    trainer.train()
+    assert trainer.handle.store is not None
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    tokens = [line["num_input_tokens_seen"] for line in lines]
+    steps = [after - before for before, after in zip([0, *tokens], tokens)]
+    speeds = [line["tokens_per_second_per_gpu"] for line in lines]
+    assert len(speeds) == 3
+    assert [speed * 2 for speed in speeds] == pytest.approx(steps)
+
+
+ROPE = {"rope_type": "default", "rope_theta": 5e5}
+YARN = "{'rope_type': 'yarn', 'rope_theta': 500000.0, 'factor': 2.0, 'original_max_position_embeddings': 32}"
+
+
+@pytest.mark.parametrize(
+    "rope, batch, message",
+    [
+        (ROPE, {"input_ids": torch.zeros(1, 32)}, ""),
+        (ROPE, {"input_ids": torch.zeros(1, 33)}, f"trained on 32 at most .* config.rope_parameters = {YARN}"),
+        (ROPE, {"input_ids": torch.zeros(1, 64), "position_ids": torch.arange(64)[None] % 32}, ""),
+        ({**ROPE, "rope_type": "yarn"}, {"input_ids": torch.zeros(1, 33)}, ""),
+        ({}, {"input_ids": torch.zeros(1, 33)}, ""),  # learned positions, which end by themselves
+        (ROPE, {"input_ids": torch.zeros(2, 8), "attention_mask": torch.arange(16).view(2, 8) < 12}, ""),
+        (ROPE, {"input_ids": torch.zeros(2, 8), "attention_mask": torch.arange(16).view(2, 8) < 11}, "31% of a batch"),
+    ],
+)
+def test_what_would_go_wrong_silently_is_said(rope, batch, message):
+    config = SimpleNamespace(max_position_embeddings=32, rope_parameters=rope)
+    said = trainer_checks.advice(config, batch)
+    assert bool(said) == bool(message)
+    assert re.search(message.replace("{", r"\{"), "".join(said))
 
 
 @pytest.mark.parametrize(

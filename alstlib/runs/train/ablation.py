@@ -34,7 +34,7 @@ from alstlib.runs.results import Json
 from alstlib.runs.train.engine import host_tensors, initialize, take_step
 from alstlib.runs.train.resume import of_first
 from alstlib.runs.train.state import RunStates
-from alstlib.runs.train.worker import Training, run_worker
+from alstlib.runs.train.worker import Training, mfu, run_worker
 from alstlib.runs.workers import ABLATION
 
 WATCHED = 2
@@ -200,13 +200,14 @@ class AblationRun(Training):
             "seq_len": seq_len,
             "tokens_per_step": tokens,
             "tokens_per_second": tokens / seconds,
+            "tokens_per_second_per_gpu": tokens / seconds / ranks,
             "step_seconds": timed,
             "loss": made["loss"],
             "valid_tokens": made["valid_tokens"],
             "wire_bytes": made["wire_bytes"][-1],
             "flos": flos,
             "tflops": {name: count / seconds / ranks / 1e12 for name, count in flos.items()},
-            "mfu": None,
+            "mfu": mfu(flos["model"] / seconds / ranks, self.device),
             "attention_kept": handle.plan.attention_kept,
             "inputs_kept_every": handle.plan.inputs_kept_every,
             "kv_on_host": handle.plan.kv_on_host,

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from datasets import Features, List, Value
 from peft import LoraConfig, PeftModel
 from transformers import TrainerCallback
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -30,6 +31,7 @@ from trl import SFTConfig, SFTTrainer
 import alstlib
 from alstlib.base.config import RunConfig
 from alstlib.base.options import check_names
+from alstlib.base.units import IGNORE
 from alstlib.data.corpus import get_tokenizer, load_corpus
 from alstlib.data.samples import Account
 from alstlib.hf.loading import load_on_first, place
@@ -45,9 +47,12 @@ from alstlib.runs.train.files import move_aside
 from alstlib.runs.train.resume import EQUAL, ended, ending, fields, finished, of_first, seconds_to_save
 from alstlib.runs.train.worker import Training, run_worker, wait_for
 from alstlib.runs.workers import FINETUNE
+from alstlib.trainers.trainer_checks import beyond_training
 
 MOST_LOST = 0.01
 """The share of rows that may be left out without `allow_dropped`."""
+COUNTS = ["size", "labelled", "cut"]
+"""Columns of tokenized rows: tokens, labels, and labels that are cut off."""
 WATCHED = 2
 """Steps whose memory is watched on a CPU; their times are not taken."""
 ON_CPU = "the engine is DDP: Accelerate knows neither DeepSpeed nor FSDP2 on a CPU"
@@ -93,6 +98,9 @@ class SPTrainer(alstlib.TrainerMixin, SFTTrainer):
 class FineTune(Training, TrainerCallback):
     """One rank of a fine-tuning. As a callback of its trainer it tells of steps and evaluations, and takes times,
     tokens and the peaks of memory."""
+
+    longest = 0
+    """Tokens of the longest document, as it is trained on."""
 
     def __init__(self, run: RunConfig, out: Path) -> None:
         super().__init__(run, out)
@@ -142,11 +150,17 @@ class FineTune(Training, TrainerCallback):
             document = account(row, number)
             self.check_tokens(int(document.ids.max(initial=0)))
             size = len(document.ids) if account.trains(document) else 0
-            return {"input_ids": document.ids, "labels": document.labels, "size": size}
+            labels = document.labels != IGNORE
+            counts = {"size": size, "labelled": int(labels.sum()), "cut": int(labels[limit:].sum())}
+            return {"input_ids": document.ids, "labels": document.labels, **counts}
 
-        made = corpus.map(tokens, with_indices=True, remove_columns=corpus.column_names, load_from_cache_file=False)
-        sizes = made["size"][:]
-        made = made.select([i for i, size in enumerate(sizes) if size]).remove_columns("size")
+        # said, because data that have such columns too may have another kind of them, which TRL does not pack
+        lists, numbers = List(Value("int32")), Value("int64")
+        features = Features({"input_ids": lists, "labels": lists, **dict.fromkeys(COUNTS, numbers)})
+        how: Json = {"with_indices": True, "remove_columns": corpus.column_names, "features": features}
+        made = corpus.map(tokens, load_from_cache_file=False, **how)
+        sizes, labelled, cut = (made[name][:] for name in COUNTS)
+        made = made.select([i for i, size in enumerate(sizes) if size]).remove_columns(COUNTS)
         account.refuse_useless()
         lost, left_out = len(account.useless), account.note(" and are left out")
         if lost > MOST_LOST * rows and not self.run.data.allow_dropped:
@@ -157,14 +171,17 @@ class FineTune(Training, TrainerCallback):
             )
         self.notes += [left_out] if lost else []
         if not split and (long := sum(size > limit for size in sizes)):
-            how = "with packed=True, trainer={'packing_strategy': 'bfd_split'} cuts nothing off"
-            self.notes.append(f"{long} of {rows} rows{of} were cut at {limit:,} tokens; {how}")
+            whole = "with packed=True, trainer={'packing_strategy': 'bfd_split'} cuts nothing off"
+            share = f"and with them {sum(cut) / max(1, sum(labelled)):.1%} of the labels"
+            self.notes.append(f"{long} of {rows} rows{of} were cut at {limit:,} tokens, {share}; {whole}")
+        self.longest = max(self.longest, min(max(sizes), limit))
         return made
 
     def _trainer(self, data: Any, others: Any) -> Any:
         run = self.run
         self.say(f"loading {run.model.name}")
         unplaced = load_on_first(run, self.dtype, self.device)
+        self.notes += filter(None, [beyond_training(unplaced.model.config.get_text_config(), self.longest)])
         put_liger(run, unplaced.model, self.gpu)
         zero = self.engine.startswith("zero")
         if zero:
@@ -225,6 +242,7 @@ class FineTune(Training, TrainerCallback):
             "seq_len": run.data.seq_len,
             "tokens_per_step": round(statistics.median(tokens)) if tokens else None,
             "tokens_per_second": sum(tokens) / sum(seconds) if seconds else None,
+            "tokens_per_second_per_gpu": sum(tokens) / sum(seconds) / trainer.args.world_size if seconds else None,
             "step_seconds": seconds,
             "loss": logged("loss"),
             "loss_steps": logged("step"),

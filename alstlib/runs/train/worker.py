@@ -25,6 +25,7 @@ from alstlib.hf.public_models import SHAPES
 from alstlib.offload.disk_store import DiskStore
 from alstlib.planner import devices
 from alstlib.planner.fits import known_only
+from alstlib.planner.gpus import rates_named
 from alstlib.planner.machine import machine_of
 from alstlib.planner.measure.ledger import ran_out
 from alstlib.planner.preflight import as_metrics, foretell, step_limit
@@ -79,6 +80,13 @@ def join(device: torch.device, seconds: float, group: str = "") -> None:
 def node_count(ranks: int) -> int:
     """Number of nodes on which torchrun started `ranks` ranks."""
     return max(1, ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+
+
+def mfu(flops: float, device: torch.device) -> float | None:
+    """FLOPs per second of the model on one GPU as a share of its peak; None where the peak is not known."""
+    here = accelerator(device)
+    known = None if here is None else rates_named(here.get_device_name(device))
+    return flops / known.peak if known and known.peak else None
 
 
 def timed(step: Callable[[], Any], device: torch.device) -> float:
