@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 from cases import attach, batch, check_refused, make_model, on_ranks, same, small_pages, step, train
+from device.module import device
 
 import alstlib
 from alstlib.base.sizing import STAGED, bytes_away, kept_with_disk
@@ -251,3 +252,19 @@ def test_pieces_fill_memory_whatever_their_number(tmp_path, monkeypatch):
     assert len([one.result() for one in moves]) == 3
     assert torch.equal(memory, want.to(torch.uint8))
     assert file.room() == 80_000 - 5 * 4096
+
+
+def late_steps(rank, world, folder, way):
+    """Whether two steps with a disk are the bits of a step without, on a device whose copies are late."""
+    here = device()
+    model, data = model_of().to(here), {n: t.to(here) for n, t in batch(LENGTH).items() if isinstance(t, torch.Tensor)}
+    with small_pages(64), attach(model, offload=True, **WAYS[way][0]):
+        want = step(model, data)
+    with small_pages(64), with_disk(model, folder, way) as handle:
+        found = [step(model, data) for _ in range(2)]
+        return [got[0] == want[0] and same(got[1], want[1]) for got in found], handle.store.file.written > ROW
+
+
+@pytest.mark.parametrize("way", ["whole", "hidden"])
+def test_copies_of_a_device_are_waited_for(late1, tmp_path, way):
+    assert late1(late_steps, str(tmp_path), way)[0] == ([True, True], True)
