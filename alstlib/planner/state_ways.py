@@ -35,8 +35,8 @@ def passes_of(run: RunConfig, rows: int) -> tuple[int, int]:
 
 def counted(layer: StateLayer, rows: int, batch: int = 1) -> int:
     """The largest product that the kernel of a recurrence counts in a call with so many tokens of each rank, whichever
-    way it runs over ranks: one of its inputs, or Mamba-2's states of all blocks (`kernels.int32`)."""
-    states = 0 if layer.matrix else layer.keys * layer.values // layer.block
+    way it runs over ranks: one of its inputs, or Mamba-2's states of all chunks (`kernels.int32`)."""
+    states = 0 if layer.matrix else layer.keys * layer.values // layer.chunk_size
     return batch * rows * layer.heads * max(layer.values, layer.keys if layer.matrix else states)
 
 

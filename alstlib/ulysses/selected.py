@@ -22,7 +22,7 @@ from torch import Tensor
 from alstlib.base.recompute import Saved, first_order
 from alstlib.base.sizing import TILE_BYTES
 from alstlib.ulysses.alltoall import Exchange
-from alstlib.ulysses.attention import row_delta
+from alstlib.ulysses.attention import delta_of
 
 
 def selected_attention(
@@ -117,7 +117,7 @@ class _Selected(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         (q, k, v, indices, out, lse), exchange = ctx.saved_tensors, ctx.exchange
-        delta, dq = row_delta(dout, out)[..., 0], torch.empty_like(q)
+        delta, dq = delta_of(dout, out)[..., 0], torch.empty_like(q)
         dk, dv = torch.empty_like(k), torch.empty_like(v)
         with torch.autocast(q.device.type, enabled=False):
             for heads, kv in _groups(q, k, exchange.ranks):
