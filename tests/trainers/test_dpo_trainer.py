@@ -59,6 +59,12 @@ def test_all_losses_of_the_installed_trl_are_tried():
     assert set(re.findall(r"`'(\w+)'`", said)) == set(LOSSES)
 
 
+@pytest.mark.parametrize("settings", [{**PAIRS, **MIXED}, {**ALONE, "lora": True}], ids=["a reference model", "LoRA"])
+def test_pairs_as_trees_train_as_one_process(ranks2, settings):
+    """Each pair's prompt is computed once, in blocks of 8 tokens, and all that is logged is as without."""
+    as_one_process(ranks2, {**settings, "max_steps": 2}, trees=8)
+
+
 def test_replicas_of_groups_train_as_one_process(pools):
     """Two replicas of two ranks and no accumulation, against one process with two micro-batches."""
     settings = {**PAIRS, "count": 8, "max_steps": 4}
