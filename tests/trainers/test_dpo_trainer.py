@@ -103,6 +103,7 @@ def build(cls=SPDPO, settings=None, **kwargs):
             {"model": lambda: made_of(mixture())},
             "router_aux_loss_coef=0.1 cannot .* DPOTrainerMixin",
         ),
+        ({}, {"trees": lambda: 0}, "trees=0 must be the number of a rank's tokens in one block"),
         ({}, {"compute_metrics": lambda: print}, r"compute_metrics cannot be used .* evaluate\(\) logs"),
     ],
 )
@@ -122,6 +123,11 @@ def test_an_older_trl_is_refused(monkeypatch):
 @pytest.mark.usefixtures("here")
 def test_logits_are_refused():
     check_refused(r"returns no logits: call evaluate\(\)", build().predict, build().train_dataset)
+
+
+def test_trees_of_completions_are_refused():
+    mine = type("Mine", (alstlib.GRPOTrainerMixin, GRPOTrainer), {})
+    check_refused("trees is an argument of DPOTrainerMixin", mine, trees=8)
 
 
 @pytest.mark.parametrize(
