@@ -137,11 +137,14 @@ def with_trl(
         reference: DPO has a reference model, which is another one than the model; of GRPO and RLOO, the folder that
             has it.
         data: a folder that has the data (`given`).
-        settings: of the trainer's arguments; `rollout` is what generates in place of the trainer.
+        settings: of the trainer's arguments; `rollout` is what generates in place of the trainer, and `trees` is the
+            mixin's.
     """
     import trl
 
     extra = {"processing_class": tokenizer()}
+    if trees := settings.pop("trees", None):
+        extra["trees"] = trees
     if trainer in ("GRPO", "RLOO"):
         base, mixin = getattr(trl, f"{trainer}Trainer"), alstlib.GRPOTrainerMixin
         classes = [type(f"Reproducible{one.__name__}", (Reproducible, one), {}) for one in (base, mixin)]

@@ -57,6 +57,11 @@ class GRPOTrainerMixin(LogpsMixin):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._generating = False
         """Whether this rank is at its own completions, and not at those of the group."""
+        if kwargs.pop("trees", None) is not None:
+            raise ValueError(
+                "trees is an argument of DPOTrainerMixin, which GRPOTrainerMixin does not have yet: leave it out, or "
+                "call alstlib.tree_step with the completions of a prompt in a loop of your own"
+            )
         super().__init__(*args, **kwargs)
         # TRL has seeded each process differently, but the ranks of a group shuffle completions alike
         torch.manual_seed(self.args.seed)

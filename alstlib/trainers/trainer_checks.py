@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from alstlib.data.agreement import check_same
+from alstlib.hf.inputs import check_number
 
 REPLACED = ("compute_loss", "prediction_step", "get_batch_samples", "_prepare_inputs")
 """Methods of a Trainer that are the mixin's altogether: what a class behind it does there would be lost."""
@@ -101,6 +102,18 @@ def check_preferences(trainer: Any) -> None:
         (trainer.compute_metrics is not None, "compute_metrics", "leave it out: evaluate() logs the rewards"),
         (router != 0, f"router_aux_loss_coef={router}", "use 0.0: log-probabilities have no load-balancing loss"),
     ]  # fmt: skip
+    _refuse(found, "DPOTrainerMixin")
+
+
+def check_trees(trainer: Any) -> None:
+    """Where backward, which runs block by block inside the loss, does not fit the engine (ValueError)."""
+    why, trees = "backward runs inside the loss, and only DDP and one process are told so", trainer.trees
+    check_number("trees", trees, "the number of a rank's tokens in one block, such as 16384", 1)
+    found = [
+        (trainer.is_deepspeed_enabled, f"trees={trees} with DeepSpeed", f"leave trees out: {why}"),
+        (trainer.is_fsdp_enabled, f"trees={trees} with FSDP2", f"leave trees out: {why}"),
+        (trainer.args.fp16, f"trees={trees} with fp16", "use bf16: the scaler of losses is not told of blocks"),
+    ]
     _refuse(found, "DPOTrainerMixin")
 
 

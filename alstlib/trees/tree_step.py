@@ -35,7 +35,9 @@ from alstlib.hf.handle import Handle
 from alstlib.hf.inputs import STATE, agree, check_number, handle_of, read_call
 from alstlib.hf.pass_state import Objective
 from alstlib.hf.support import Facts
+from alstlib.hf.token_logps import TokenLogps
 from alstlib.streaming.blocks import Blocks
+from alstlib.tiled.logits import Statistics
 from alstlib.trees.trie import Node, Tree, trajectory_of, tree_of
 
 FORWARD, BACKWARD = 1, 2
@@ -56,9 +58,19 @@ class TreeStep:
     """The number of tokens that were computed for them, each counted once, padding included."""
 
 
+@dataclass(frozen=True)
+class OfStatistics:
+    """An objective that gets a `TokenLogps` of tensors [n] for each trajectory, and not log-probabilities alone."""
+
+    loss: Callable[[list[TokenLogps]], Tensor]
+
+    def __call__(self, found: list[TokenLogps]) -> Tensor:
+        return self.loss(found)
+
+
 def tree_step(
     engine: Any, trajectories: Sequence[Mapping[str, Any]], block: int = 16_384, engine_divides_by: int | None = None,
-    *, divisor: float | None = None, objective: Callable[[list[Tensor]], Tensor] | None = None,
+    *, divisor: float | None = None, objective: Callable[[list[Any]], Tensor] | None = None,
     temperature: float = 1.0, last_micro_batch: bool | None = None,
 ) -> TreeStep:  # fmt: skip
     """Run forward and backward of trajectories that may share prefixes, each shared prefix once.
@@ -108,7 +120,7 @@ def tree_step(
         mine = [trajectory_of(one) for one in trajectories]
         agreement.in_group = {"the trajectories": checksum(t for one in mine for t in one)}
         tree = tree_of(mine, ctx.sp)
-        walk = _Walk(engine, handle, tree, block, temperature)
+        walk = _Walk(engine, handle, tree, block, temperature, isinstance(objective, OfStatistics))
         agreement.count = len(mine)
     if agreement.count == 0:
         raise ValueError("no replica has a trajectory: leave the step out")
@@ -117,10 +129,6 @@ def tree_step(
         labels = everyones(ctx, [sum(int((p >= 0).sum()) for p in tree.places)], 1)
         divisor = max(1, sum(count for (count,) in labels[:: ctx.sp]))
 
-    def of_labels(values: Tensor) -> Any:
-        assert objective is not None
-        return objective(_of_each(tree, values))
-
     steps, train = MicroSteps(engine, last_micro_batch), torch.is_grad_enabled()
     loss: Tensor | None = None
     if train:
@@ -128,8 +136,8 @@ def tree_step(
     try:
         if own or not train:
             walk.run(None)
-        if own:
-            loss, slopes = slopes_of(of_labels, walk.whole())
+        if objective is not None:
+            loss, slopes = slopes_of(functools.partial(walk.value, objective), walk.whole(walk.logps))
             walk.slopes, loss = slopes * ctx.sp, loss.double() / ctx.dp
         else:
             walk.slopes = (-weights * (ctx.world_size * divides / divisor)).to(walk.slopes)
@@ -137,7 +145,7 @@ def tree_step(
             walk.run(steps)
     finally:
         walk.close()
-    logps = walk.whole()
+    logps = walk.whole(walk.logps)
     if loss is None:
         loss = -(weights * logps).sum() / divisor
     if ctx.dp > 1:
@@ -209,7 +217,9 @@ class Path(Blocks):
 class _Walk:
     """The walks of one replica over its tree."""
 
-    def __init__(self, engine: Any, handle: Handle, tree: Tree, block: int, temperature: float) -> None:
+    def __init__(
+        self, engine: Any, handle: Handle, tree: Tree, block: int, temperature: float, statistics: bool
+    ) -> None:  # fmt: skip
         self.engine, self.handle, self.tree = engine, handle, tree
         weight: Any = handle.model.get_input_embeddings().weight
         device, ctx, width = weight.device, handle.ctx, handle.model.config.get_text_config().hidden_size
@@ -217,6 +227,9 @@ class _Walk:
         """What backward multiplies the log-probability of each label by."""
         self.logps = torch.zeros_like(self.slopes)
         """The log-probabilities of the labels that this rank's rows predict."""
+        self.statistics = Statistics() if statistics else None
+        self.found = self.logps.new_zeros(3, tree.labels)
+        """Entropies, correctness and mean logits of these labels, where statistics are asked for."""
         self.parts: dict[int, list[_Part]] = {}
         rows = longest = most = 1
         for path in tree.paths():
@@ -235,7 +248,8 @@ class _Walk:
         self.kwargs = {
             "input_ids": like, "position_ids": like + ctx.sp_rank, "shift_labels": torch.full_like(like, IGNORE)
         }  # fmt: skip
-        self.state = read_call(handle, self.kwargs, Objective(temperature=float(temperature)), 1)
+        asked = Objective(temperature=float(temperature), statistics=self.statistics)
+        self.state = read_call(handle, self.kwargs, asked, 1)
         self.inputs = replace(self.state.inputs, documents=None, striped=True)
         self.idle = without_tokens(handle, {"input_ids": like})
         self.idle.replays[0] = Replay(device)
@@ -283,6 +297,9 @@ class _Walk:
         self.replays[id(part.node), part.number] = Replay(self.slopes.device)
         logps, at = self.block(part, making=True)
         self.logps[at] = logps
+        if (found := self.statistics) is not None:
+            three = torch.stack([found.entropy, found.correct.to(found.entropy), found.mean])
+            self.found[:, at] = three[:, 0, : len(logps)].to(self.found)
 
     def weighted(self, part: _Part | None) -> Tensor:
         """What backward of a block is called on."""
@@ -316,9 +333,17 @@ class _Walk:
         logps = self.engine(**{**self.kwargs, **cut}).logits[0]
         return logps[: end - begin], slice(node.first + begin, node.first + end)
 
-    def whole(self) -> Tensor:
-        """The log-probabilities of all labels of the tree."""
-        found = self.logps.clone()
+    def value(self, objective: Callable[[list[Any]], Tensor], values: Tensor) -> Tensor:
+        """An objective of the log-probabilities of all labels of the tree."""
+        logps = _of_each(self.tree, values)
+        if self.statistics is None:
+            return objective(logps)
+        entropy, correct, mean = (_of_each(self.tree, found) for found in self.whole(self.found))
+        return objective([TokenLogps(a, b, c.bool(), d) for a, b, c, d in zip(logps, entropy, correct, mean)])
+
+    def whole(self, own: Tensor) -> Tensor:
+        """What all ranks have of the tree's labels [..., labels], of what this rank has."""
+        found = own.clone()
         if self.handle.ctx.sp > 1:
             dist.all_reduce(found, group=self.handle.ctx.sp_group)
         return found

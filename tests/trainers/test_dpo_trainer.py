@@ -59,6 +59,12 @@ def test_all_losses_of_the_installed_trl_are_tried():
     assert set(re.findall(r"`'(\w+)'`", said)) == set(LOSSES)
 
 
+@pytest.mark.parametrize("settings", [{**PAIRS, **MIXED}, {**ALONE, "lora": True}], ids=["a reference model", "LoRA"])
+def test_pairs_as_trees_train_as_one_process(ranks2, settings):
+    """Each pair's prompt is computed once, in blocks of 8 tokens, and all that is logged is as without."""
+    as_one_process(ranks2, {**settings, "max_steps": 2}, trees=8)
+
+
 def test_replicas_of_groups_train_as_one_process(pools):
     """Two replicas of two ranks and no accumulation, against one process with two micro-batches."""
     settings = {**PAIRS, "count": 8, "max_steps": 4}
@@ -97,6 +103,7 @@ def build(cls=SPDPO, settings=None, **kwargs):
             {"model": lambda: made_of(mixture())},
             "router_aux_loss_coef=0.1 cannot .* DPOTrainerMixin",
         ),
+        ({}, {"trees": lambda: 0}, "trees=0 must be the number of a rank's tokens in one block"),
         ({}, {"compute_metrics": lambda: print}, r"compute_metrics cannot be used .* evaluate\(\) logs"),
     ],
 )
@@ -116,6 +123,11 @@ def test_an_older_trl_is_refused(monkeypatch):
 @pytest.mark.usefixtures("here")
 def test_logits_are_refused():
     check_refused(r"returns no logits: call evaluate\(\)", build().predict, build().train_dataset)
+
+
+def test_trees_of_completions_are_refused():
+    mine = type("Mine", (alstlib.GRPOTrainerMixin, GRPOTrainer), {})
+    check_refused("trees is an argument of DPOTrainerMixin", mine, trees=8)
 
 
 @pytest.mark.parametrize(

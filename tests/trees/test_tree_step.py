@@ -163,8 +163,9 @@ def with_lora(model):
     return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
 
 
-def test_lora():
-    exact(0, 1, "llama", TREES["a star"], (3,), adapt=with_lora)
+@pytest.mark.parametrize("world", [1, 2])
+def test_lora(pools, world):
+    on_ranks(pools, world, exact, "llama", TREES["a star"], (3,), adapt=with_lora)
 
 
 # ----- engines
@@ -215,11 +216,11 @@ SHARED = [[*tokens(96, 0), 4 + i, *tokens(15, 200 + 20 * i)] for i in range(8)]
 
 
 def peak(paths, **options):
-    """Bytes on the device and on the host that the third step of a model with many keys takes at most."""
+    """Bytes on the device and on the host that the second step of a model with many keys takes at most."""
     model, data = make_model(hidden_size=256, num_key_value_heads=4), [{"input_ids": path} for path in paths]
     with attach(model, **options) as handle, Ledger("cpu", [handle.store]) as ledger:
         ledger.mark_host(())
-        for _ in range(3):
+        for _ in range(2):
             model.zero_grad()
             ledger.start()
             start = ledger.device_bytes
@@ -229,8 +230,8 @@ def peak(paths, **options):
 
 @pytest.mark.parametrize("options", [{}, HOST], ids=str)
 def test_memory_is_that_of_one_path(options):
-    """Of four paths, of which each has four blocks of its own, which the other three do not see."""
-    paths = [[*tokens(24, 0), 4 + i, *tokens(31, 200 + 60 * i)] for i in range(4)]
+    """Of six paths, of which each has six blocks of its own, which the other five do not see."""
+    paths = [[*tokens(8, 0), 4 + i, *tokens(47, 200 + 60 * i)] for i in range(6)]
     for tree, path in zip(peak(paths, **options), peak(paths[:1], **options)):
         assert tree <= 1.1 * path
 
