@@ -27,7 +27,7 @@ def table():
         cells = [name, ZOO["WHAT"][name], *(f"{error:.1e}" for error in errors), "; ".join(notes) or "-"]
         lines.append(f"| {' | '.join(cells)} |")
     versions = " and ".join(run["transformers"] for run in runs)
-    ways = "tiled, in row chunks with everything on the device and on the host, and block by block"
+    ways = "tiled, in chunks with everything on the device and on the host, and block by block"
     lines += ["", f"Largest over transformers {versions}, whole and packed; {ways}."]
     return "\n".join(lines) + "\n"
 

@@ -386,7 +386,7 @@ ROWS: dict[str, dict[str, Any]] = {
         "options": {"tiles": True, "offload": True, "save_attention": "auto", "chunk": 16_384}, "engine": {"sp": 0}
     },
 }  # fmt: skip
-"""Rows of the ablation (ALST paper, Table 1) and a last one, `ours`: what this library adds to `alst`, row chunks
+"""Rows of the ablation (ALST paper, Table 1) and a last one, `ours`: what this library adds to `alst`, chunks
 included. Each turns on its features, and everything else is off. `sp=0` is the world size. The paper copies checkpoints
 synchronously and keeps no attention outputs; so do its six rows here. `row_config("ours")` without its chunk runs whole
 layers, which is faster where they fit."""

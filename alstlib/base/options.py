@@ -216,11 +216,11 @@ class Options(Settings):
     -> (out, lse), where lse is the logsumexp of the scores. Autograd must be able to differentiate it, or it has an
     attribute `backward` (`alstlib/kernels/user_attention.py` has the contract)."""
     tiles: Tile | Tiles = True
-    """What runs tile by tile: a mapping with the keys `mlp` (MLPs, and blocks that route tokens to experts), `loss`
+    """What runs tile by tile: a mapping with the keys `mlp` (MLPs, and MoE layers), `loss`
     (logits, loss and the norm before them) and `norm` (norms of decoder layers, which compute in fp32 and need several
     times the memory of their input); a key that is missing is off. A number is the tile in tokens; True chooses it. One
     value that is no mapping counts for all three. With `chunk`, norms run in chunks instead. Each tile of an MLP adds
-    the gradients of all experts in fp32, so that small tiles of large blocks cost time (`alstlib.hf.experts` has
+    the gradients of all experts in fp32, so that small tiles of large layers cost time (`alstlib.hf.experts` has
     figures)."""
     checkpoint: bool = True
     """Activation checkpointing: decoder layers keep only their input, and backward recomputes them."""
@@ -245,7 +245,7 @@ class Options(Settings):
     as attention does. The results are equal. `auto` takes heads where they divide evenly among the ranks; layers with
     fewer heads, or with others, pass their state. `handle.notes` says what each layer does."""
     experts_by_token: bool = False
-    """Say of blocks of experts that are not transformers' own that their output for a token depends on that token
+    """Say of MoE layers that are not transformers' own that their output for a token depends on that token
     alone. Otherwise they run on whole sequences only, and untiled; `alst verify` compares."""
     host_memory: Bytes | None = None
     """Bytes of the host's memory that the checkpoints of each rank may take; None: what is free at each forward. When

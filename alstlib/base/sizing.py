@@ -49,9 +49,9 @@ def default_tile(width: int, element_bytes: int, device: Any) -> int:
     return tile_for(width, element_bytes, rule or device.type)
 
 
-def tile_of_sums(rows: int, tile: int, sums: float, made: float) -> int:
-    """Tokens in a tile of `rows`, where tiles add up gradients: at least `tile`, and as many as make intermediates of
-    the size of these sums. Where cutting the rows would save less than that, they are one tile.
+def tile_of_sums(tokens: int, tile: int, sums: float, made: float) -> int:
+    """Tokens in a tile of `tokens`, where tiles add up gradients: at least `tile`, and as many as make intermediates of
+    the size of these sums. Where cutting them would save less than that, they are one tile.
 
     Args:
         sums: bytes that the sums of the gradients take.
@@ -59,7 +59,7 @@ def tile_of_sums(rows: int, tile: int, sums: float, made: float) -> int:
     """
     worth = int(sums / made) if made else 0
     tile = max(tile, worth)
-    return max(rows, 1) if rows <= tile + worth else tile
+    return max(tokens, 1) if tokens <= tile + worth else tile
 
 
 def zero_bucket(parameters: int) -> int:
@@ -152,7 +152,7 @@ def kept_on_host(
     again, two gradients and the pages.
 
     Args:
-        streamed: the layers run in row chunks.
+        streamed: the layers run in chunks.
         tables: bytes for all layers beside hidden states that travel.
         pages: bytes of one layer's keys and values there, with the sums of their gradients.
         attending: layers that have attention outputs; None: all.
@@ -244,32 +244,32 @@ def keys_left(short: int, lacking: int, over: int) -> bool:
     return short > 0 and (lacking <= 0 or over > 0)
 
 
-def page_rows(rows: int, length: int) -> int:
-    """Keys of a page, where chunks of `rows` tokens of all ranks attend to sequences of `length`: a whole number of
+def page_keys(chunk: int, length: int) -> int:
+    """Keys of a page, where chunks of `chunk` tokens of all ranks attend to sequences of `length`: a whole number of
     chunks, one that is large enough for a kernel or a few that are."""
-    keys = min(keys_of_a_call(rows, length, KEYS_PER_QUERY), max(LEAST_KEYS, rows))
-    return min(-(-length // rows), -(-keys // rows)) * rows
+    keys = min(keys_of_a_call(chunk, length, KEYS_PER_QUERY), max(LEAST_KEYS, chunk))
+    return min(-(-length // chunk), -(-keys // chunk)) * chunk
 
 
 KEYS_PER_QUERY = 4
 """Keys in one call of a backward over chunks, for each of its queries; also of a forward by a kernel that is built for
 each shape, so that it meets few."""
 LEAST_KEYS, LEAST_PAIRS = 16_384, 2**18
-"""A full piece is not cut into fewer keys, unless with its rows they are so many pairs: few rows behind many keys would
-make calls without end."""
+"""A full piece is not cut into fewer keys, unless with its queries they are so many pairs: few queries behind many keys
+would make calls without end."""
 
 
-def keys_of_a_call(rows: int, keys: int, keys_per_query: int | None) -> int:
-    """Keys in one call of a kernel on a full piece of so many rows and keys, of which a query gets `keys_per_query`;
+def keys_of_a_call(queries: int, keys: int, keys_per_query: int | None) -> int:
+    """Keys in one call of a kernel on a full piece of so many queries and keys, of which a query gets `keys_per_query`;
     None for all of them."""
-    least = max(1, min(LEAST_KEYS, LEAST_PAIRS // rows))
-    return max(least, keys if keys_per_query is None else keys_per_query * rows)
+    least = max(1, min(LEAST_KEYS, LEAST_PAIRS // queries))
+    return max(least, keys if keys_per_query is None else keys_per_query * queries)
 
 
-def keys_and_values(rows: int, kv_heads: int, widths: int, element_bytes: int) -> int:
-    """Bytes of one layer's keys and values of so many rows on a rank that needs `kv_heads` of their heads, whose widths
-    of keys and values add up to `widths`, and of the sums of their gradients in fp32 (or wider)."""
-    return rows * kv_heads * widths * (element_bytes + max(4, element_bytes))
+def keys_and_values(tokens: int, kv_heads: int, widths: int, element_bytes: int) -> int:
+    """Bytes of one layer's keys and values of so many tokens on a rank that needs `kv_heads` of their heads, whose
+    widths of keys and values add up to `widths`, and of the sums of their gradients in fp32 (or wider)."""
+    return tokens * kv_heads * widths * (element_bytes + max(4, element_bytes))
 
 
 def kv_needed(heads: int, kv_heads: int, ranks: int) -> list[int]:

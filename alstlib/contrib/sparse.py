@@ -1,17 +1,17 @@
 """Sparse attention over pages: each chunk of queries attends to some pages of keys only, which this module chooses.
 
-Shape legend: B batch, C rows of this rank in a chunk, H query heads, K key/value heads, D key width, P ranks.
+Shape legend: B batch, C tokens of this rank in a chunk, H query heads, K key/value heads, D key width, P ranks.
 
 A chunk sees its own page, the first pages of its document, the last ones before its own, and of the others those with
-the best scores, for each micro-batch row and each key/value head. By default the score of a page is the product of two
+the best scores, for each sample and each key/value head. By default the score of a page is the product of two
 means: of its keys, and of the chunk's queries, summed over the query heads of the key/value head. The means are over
-all rows, also where a document ends in the page or the chunk. This is an approximation of the model's attention.
+all tokens, also where a document ends in the page or the chunk. This is an approximation of the model's attention.
 (SeCOv2 and Native Sparse Attention, arXiv 2502.11089, choose pages too.)
 
 The choice is made in forward and kept on the CPU, where pages are fetched from. Every later pass of the step uses it
 again. So the gradients are exact for the attention that forward computed; the choice itself has none.
 
-Each rank scores with its own rows of all heads, and the mean over the ranks counts. Therefore the choice does not
+Each rank scores with its own tokens of all heads, and the mean over the ranks counts. Therefore the choice does not
 depend on which rank computes which head: all parts of a head see the same pages.
 """
 
@@ -103,16 +103,16 @@ class PageChoices:
     def __init__(self, sparse: Sparse) -> None:
         self.sparse, self.page = sparse, sparse.page
         self.made: dict[int, Choice] = {}
-        """Choice for each chunk, by the chunk's first row of the sequence."""
+        """Choice for each chunk, by the chunk's first token of the sequence."""
         self._sums: Tensor | None = None
         """Sums of the keys of each page, [B, K, pages, D], until forward has come to the end."""
 
     def of(
         self, q: Tensor, k: Tensor, first: int, last: int, pages: LayerPages, documents: Documents, exchange: Exchange
     ) -> Choice:
-        """What rows [first, last) of the sequence see: q [B, H, C, D] and k [B, K, C, D] are this rank's of them.
+        """What tokens [first, last) of the sequence see: q [B, H, C, D] and k [B, K, C, D] are this rank's of them.
 
-        Chunks come in order the first time; of the same rows a second time, the answer is the same.
+        Chunks come in order the first time; of the same tokens a second time, the answer is the same.
 
         Raises:
             ValueError: the user's score has a wrong shape.
@@ -124,18 +124,18 @@ class PageChoices:
     def _choose(
         self, q: Tensor, k: Tensor, first: int, last: int, pages: LayerPages, documents: Documents, exchange: Exchange
     ) -> Choice:
-        own, batch, wide = (last - 1) // pages.rows, q.shape[0], torch.promote_types(k.dtype, torch.float32)
+        own, batch, wide = (last - 1) // pages.size, q.shape[0], torch.promote_types(k.dtype, torch.float32)
         spans = document_spans(documents, batch, pages.length, first, last)
-        begins = {span.batch: span.begin // pages.rows for span in reversed(spans)}
-        """The first page that these rows may see, for each micro-batch row: of its first span."""
+        begins = {span.batch: span.begin // pages.size for span in reversed(spans)}
+        """The first page that these tokens may see, for each sample: of its first span."""
         shape = (batch, k.shape[1], own)
         found = [k.sum(2, dtype=wide).flatten()]
         if any(self._open(begin, own) for begin in begins.values()):
             assert self._sums is not None
-            found.append(self._scores(q, self._sums[:, :, :own] / pages.rows, shape).flatten())
+            found.append(self._scores(q, self._sums[:, :, :own] / pages.size, shape).flatten())
         sums, *scores = exchange.gather(torch.cat(found)).sum(0).split([t.numel() for t in found])
         if self._sums is None:
-            self._sums = sums.new_zeros(*shape[:2], -(-pages.length // pages.rows), k.shape[3])
+            self._sums = sums.new_zeros(*shape[:2], -(-pages.length // pages.size), k.shape[3])
         self._sums[:, :, own] += sums.view(*shape[:2], -1)
         if last == pages.length:
             self._sums = None
@@ -156,10 +156,10 @@ class PageChoices:
     def _seen(self, begins: dict[int, int], scores: Tensor | None, shape: tuple[int, ...]) -> Tensor:
         """[B, K, pages before the own], on the CPU."""
         seen, scores = torch.zeros(shape, dtype=torch.bool), None if scores is None else scores.cpu()
-        for row, begin in begins.items():
-            seen[row, :, begin:] = True
+        for sample, begin in begins.items():
+            seen[sample, :, begin:] = True
             if (some := self._open(begin, shape[2])) and scores is not None:
-                best = scores[row, :, some.start : some.stop].topk(min(self.sparse.top, len(some)), -1).indices
-                seen[row, :, some.start : some.stop] = False
-                seen[row].scatter_(1, best + some.start, True)
+                best = scores[sample, :, some.start : some.stop].topk(min(self.sparse.top, len(some)), -1).indices
+                seen[sample, :, some.start : some.stop] = False
+                seen[sample].scatter_(1, best + some.start, True)
         return seen

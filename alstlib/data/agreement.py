@@ -155,7 +155,7 @@ def read_together(
     mark = checksum(whole[name] for whole in wholes for name in (*SLICED, "cu_seqlens")) if remedy else 0
     row = [len(wholes), kind_of(failed), mark]
     for whole in wholes:
-        tokens = valid_tokens(whole), int(whole["row_tokens"].sum())
+        tokens = valid_tokens(whole), int(whole["sample_tokens"].sum())
         row += [*whole["input_ids"].shape, whole["cu_seqlens"].numel(), *tokens]
     table = everyones(ctx, row, 3 + 5 * most)
     raise_failure(ctx, [row[1] for row in table], failed, f"the data of rank {ctx.rank} failed")

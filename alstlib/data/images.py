@@ -5,7 +5,7 @@ A model that reads images has a placeholder token for each feature that its visi
 on the images that it is dealt (whole images, and single frames of videos), and sends each feature to the rank whose
 slice has the feature's placeholder (`alstlib.hf.vision`). So no rank holds the embeddings of the whole sequence.
 
-Shape legend: B rows of a micro-batch, P tokens of a padded row, L = P / sp tokens of one rank.
+Shape legend: B samples of a micro-batch, P tokens of a padded sample, L = P / sp tokens of one rank.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ImageLayout:
     unit: int = 1
     """Number of patches that become one feature (image_grid_thw), or of pixels along its side (image_sizes)."""
     nested: bool = False
-    """Whether pixel_values are [B, images, ...], where the rows of a batch are filled up with images of zeros."""
+    """Whether pixel_values are [B, images, ...], where the samples of a batch are filled up with images of zeros."""
     width: int = 1
     """Width of the vision tower, by which the cost of its attention is weighed."""
     positions: Callable[..., Tensor] | None = None
@@ -85,7 +85,7 @@ class ImageLayout:
         return {name: value[None] for name, value in made.items()} if self.nested else made
 
     def chosen(self, given: Mapping[str, Tensor], lengths: list[int], places: list[int]) -> Fields:
-        """Of the fields of a rank's images, which have so many rows in pixel_values, those of the images at these
+        """Of the fields of a rank's images, which have so many place in pixel_values, those of the images at these
         places."""
         fields = {name: value[0] if self.nested else value for name, value in given.items()}
         each = {
@@ -154,16 +154,16 @@ class ImageLayout:
         }
         document = {name: torch.searchsorted(offsets, at, right=True) - 1 for name, at in document.items()}
         for one in torch.cat([*document.values()]).unique().tolist():
-            rows = slice(int(offsets[one]), int(offsets[one + 1]))
-            types = torch.zeros_like(ids[rows])
+            place = slice(int(offsets[one]), int(offsets[one + 1]))
+            types = torch.zeros_like(ids[place])
             for number, token in enumerate((self.token, self.video_token), 1):
-                types[ids[rows] == token] = number
+                types[ids[place] == token] = number
             inside = {
                 name: grid[document[name] == one] for name, grid in grids.items()
                 if grid is not None and bool((document[name] == one).any())
             }  # fmt: skip
             inside |= {name: value[document["video_grid_thw"] == one] for name, value in more.items()}
-            made[rows] = self.positions(ids[rows][None], types[None], **inside)[:, 0].T.to(made.dtype)
+            made[place] = self.positions(ids[place][None], types[None], **inside)[:, 0].T.to(made.dtype)
         return made.view(*whole["input_ids"].shape, 3)
 
 
@@ -208,9 +208,9 @@ class DealtImages:
     owners: list[int]
     """For each image, the rank that it is dealt to."""
     lengths: list[int]
-    """For each image of this rank, the rows that it has in pixel_values."""
+    """For each image of this rank, the place that it has in pixel_values."""
     padded: int
-    """Tokens of a padded row: P."""
+    """Tokens of a padded sample: P."""
     sp: int
     sp_rank: int
     plans: dict[tuple[int | None, int | None], FeaturePlan] = field(default_factory=dict)
@@ -238,7 +238,7 @@ class BatchImages:
     layout: ImageLayout
     pieces: list[ImagePiece]
     padded: int
-    """Tokens of a padded row: P."""
+    """Tokens of a padded sample: P."""
     positions: Tensor | None = None
     """[B, P, 3] positions of several dimensions; None where the model has one."""
     owners: dict[int, list[int]] = field(default_factory=dict)
@@ -307,6 +307,6 @@ def _owned(places: Tensor, padded: int, sp: int, stripe: int | None) -> tuple[Te
     column = places % padded
     index = column // (wide * sp)
     first = index * wide
-    rows = (each - first).clamp_max(wide)  # the last stripe has the remaining tokens
+    place = (each - first).clamp_max(wide)  # the last stripe has the remaining tokens
     inside = column - first * sp
-    return inside // rows, places // padded * each + first + inside % rows, index
+    return inside // place, places // padded * each + first + inside % place, index

@@ -1,6 +1,6 @@
 """`SPDataLoader` reads every rank's batches, one after another, and cuts each for the ranks of its SP group.
 
-Shape legend: B rows of a micro-batch, P tokens of a padded micro-batch row, L = P / sp tokens of one rank.
+Shape legend: B samples of a micro-batch, P tokens of a padded sample, L = P / sp tokens of one rank.
 
 Sequence parallelism over data parallelism (ALST paper, section 4.2): each rank's loader yields a batch of its own, and
 the ranks of an SP group take turns as the source of a micro-batch that all of them compute together. One batch from
@@ -185,8 +185,8 @@ class SPDataLoader:
             assert whole is not None
             batch = cut(whole, sp, self.ctx.sp_rank)
             return {name: t.to(self.device) if name in SLICED else t for name, t in batch.items()}
-        rows, padded, offsets, *_ = shape
-        sizes = [rows * padded // sp] * len(SLICED) + [offsets, rows]
+        samples, padded, offsets, *_ = shape
+        sizes = [samples * padded // sp] * len(SLICED) + [offsets, samples]
         # all fields travel in one buffer; uninitialised memory, every element of which the scatter writes
         mine = torch.empty(sum(sizes), dtype=torch.int64, device=self.ctx.wire)
         parts = None
@@ -198,5 +198,5 @@ class SPDataLoader:
             self.received_bytes += mine.numel() * mine.element_size()
         dist.scatter(mine, parts, group=self.ctx.sp_group, group_src=turn)
         fields = mine.split(sizes)
-        batch = {name: field.view(rows, -1).to(self.device) for name, field in zip(SLICED, fields)}
+        batch = {name: field.view(samples, -1).to(self.device) for name, field in zip(SLICED, fields)}
         return batch | {name: t.to("cpu", torch.int32) for name, t in zip(WHOLE, fields[len(SLICED) :])}

@@ -336,7 +336,7 @@ def collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Samples of any length as one batch: int64 input_ids and labels [B, S], padded on the right (labels -100).
 
     With padding there is an `attention_mask`; where the samples have them, `document_lengths` is a list for each
-    micro-batch row.
+    sample.
     """
     lengths = [len(sample["input_ids"]) for sample in samples]
     batch: dict[str, Any] = {}

@@ -1,7 +1,7 @@
-"""One batch is made ready for sequence parallelism: labels are shifted, rows padded, documents found, slices cut. It
+"""One batch is made ready for sequence parallelism: labels are shifted, samples padded, documents found, slices cut. It
 needs no process group.
 
-Shape legend: B rows of a micro-batch, S tokens of a micro-batch row before and P after padding, L = P / sp tokens of
+Shape legend: B samples of a micro-batch, S tokens of a sample before and P after padding, L = P / sp tokens of
 one rank.
 
 Labels are shifted before they are cut, so that no slice loses its last label (ALST paper, section 4.3), and document
@@ -26,7 +26,7 @@ DOCUMENTS = ("position_ids", "document_lengths", "cu_seqlens")
 KEYS = ("input_ids", "labels", "attention_mask", *DOCUMENTS)
 SLICED = ("input_ids", "position_ids", "shift_labels")
 """Fields that are cut along the sequence, in the order in which they are sent."""
-WHOLE = ("cu_seqlens", "row_tokens")
+WHOLE = ("cu_seqlens", "sample_tokens")
 """Fields that every rank of a group has whole."""
 
 
@@ -35,7 +35,7 @@ def _integers(batch: Mapping[str, Any], name: str, shape: tuple[int, ...] | None
         value = torch.as_tensor(batch[name])
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"{name} is no rectangular array of integers ({error}); pad micro-batch rows in the collate_fn"
+            f"{name} is no rectangular array of integers ({error}); pad samples in the collate_fn"
         ) from error
     if value.is_floating_point():
         raise ValueError(f"{name} has dtype {value.dtype}; it must be an integer type, such as torch.int64")
@@ -49,41 +49,39 @@ def _starts_from_positions(positions: torch.Tensor) -> torch.Tensor:
     starts = positions == 0
     good = starts | (positions == F.pad(positions[:, :-1] + 1, (1, 0)))
     if not good.all():
-        row, column = (~good).nonzero()[0].tolist()
+        sample, column = (~good).nonzero()[0].tolist()
         raise ValueError(
-            f"position_ids[{row}, {column}]={positions[row, column].item()} must be 0, where a micro-batch row or a "
+            f"position_ids[{sample}, {column}]={positions[sample, column].item()} must be 0, where a sample or a "
             "document starts, or one more than the position before it"
         )
     return starts
 
 
-def _starts_from_offsets(offsets: torch.Tensor, rows: int, length: int) -> torch.Tensor:
-    flat, total = offsets.flatten().cpu(), rows * length
+def _starts_from_offsets(offsets: torch.Tensor, samples: int, length: int) -> torch.Tensor:
+    flat, total = offsets.flatten().cpu(), samples * length
     if flat[0] != 0 or flat[-1] != total or (flat.diff() <= 0).any():
         raise ValueError(f"cu_seqlens={flat.tolist()[:8]} must rise from 0 to B * S = {total}")
-    starts = torch.zeros(total, dtype=torch.bool).index_fill(0, flat[:-1], True).view(rows, length)
+    starts = torch.zeros(total, dtype=torch.bool).index_fill(0, flat[:-1], True).view(samples, length)
     if not starts[:, 0].all():
-        raise ValueError(f"cu_seqlens must have the start of each micro-batch row: every multiple of S={length}")
+        raise ValueError(f"cu_seqlens must have the start of each sample: every multiple of S={length}")
     return starts
 
 
 def _offsets_from_lengths(lengths: Any, real: list[int], length: int) -> torch.Tensor:
-    """Offsets of documents in the flattened batch, where the padding of a row is one more document."""
+    """Offsets of documents in the flattened batch, where the padding of a sample is one more document."""
     if len(lengths) != len(real):
-        raise ValueError(f"document_lengths has {len(lengths)} rows; input_ids has {len(real)}")
+        raise ValueError(f"document_lengths has {len(lengths)} samples; input_ids has {len(real)}")
     flat = [0]
-    for row, documents in enumerate(lengths):
+    for sample, documents in enumerate(lengths):
         sizes = [int(n) for n in documents if n]
-        if sum(sizes) not in (length, real[row]):
-            raise ValueError(
-                f"document_lengths[{row}]={sizes[:8]} must sum to the micro-batch row's {real[row]} tokens"
-            )
+        if sum(sizes) not in (length, real[sample]):
+            raise ValueError(f"document_lengths[{sample}]={sizes[:8]} must sum to the sample's {real[sample]} tokens")
         flat += sizes if sum(sizes) == length else [*sizes, length - sum(sizes)]
     return torch.tensor(flat).cumsum(0)
 
 
 def _document_starts(given: Mapping[str, Any], real: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
-    """[B, S] bool: where documents start, besides the first of each row."""
+    """[B, S] bool: where documents start, besides the first of each sample."""
     told = [name for name in DOCUMENTS if name in given]
     if len(told) > 1:
         raise ValueError(f"{' and '.join(told)} all say where documents start: give one of them")
@@ -102,10 +100,11 @@ def _document_starts(given: Mapping[str, Any], real: torch.Tensor, tail: torch.T
 
 
 def prepare(batch: Mapping[str, Any], multiple: int, images: ImageLayout | None = None) -> Batch:
-    """Check a batch, shift its labels and pad its micro-batch rows to a `multiple` of tokens: `shard_batch` before the
+    """Check a batch, shift its labels and pad its samples to a `multiple` of tokens: `shard_batch` before the
     cut.
 
-    Returns: int64 [B, P] input_ids, position_ids, shift_labels; int32 cu_seqlens and row_tokens on the CPU; where the
+    Returns: int64 [B, P] input_ids, position_ids, shift_labels; int32 cu_seqlens and sample_tokens on the CPU; where
+        the
     layout of `images` is told, `images`: those of the batch.
     """
     if not isinstance(batch, Mapping):
@@ -123,7 +122,7 @@ def prepare(batch: Mapping[str, Any], multiple: int, images: ImageLayout | None 
     ids = _integers(given, "input_ids")
     if ids.dim() != 2 or 0 in ids.shape:
         raise ValueError(f"input_ids has shape {list(ids.shape)}; it must be [B, S] with at least one token")
-    rows, length = ids.shape
+    samples, length = ids.shape
     labels = _integers(given, "labels", ids.shape).to(ids.device)
     if (lowest := int(ids.min())) < 0:
         raise ValueError(f"input_ids holds {lowest}; tokens are 0 or more (only labels may be {IGNORE})")
@@ -133,11 +132,11 @@ def prepare(batch: Mapping[str, Any], multiple: int, images: ImageLayout | None 
     mask = torch.ones_like(ids)
     if "attention_mask" in given:
         mask = _integers(given, "attention_mask", ids.shape).to(ids.device)
-    real = mask.sum(1)  # tokens of each micro-batch row that are not padding
-    column = torch.arange(length + -length % multiple, device=ids.device).expand(rows, -1)
+    real = mask.sum(1)  # tokens of each sample that are not padding
+    column = torch.arange(length + -length % multiple, device=ids.device).expand(samples, -1)
     tail = column >= real[:, None]
     if not torch.equal(mask, (~tail[:, :length]).long()):
-        raise ValueError("attention_mask must be ones, with zeros only as padding on the right of a micro-batch row")
+        raise ValueError("attention_mask must be ones, with zeros only as padding on the right of a sample")
     starts = _document_starts(given, real, tail[:, :length])
     packed = bool(starts[:, 1:].any())
     starts[:, 0] = True
@@ -157,14 +156,14 @@ def prepare(batch: Mapping[str, Any], multiple: int, images: ImageLayout | None 
         "position_ids": (column - first).masked_fill(tail, 0),
         "shift_labels": F.pad(shifted, (0, extra + 1), value=IGNORE),
         "cu_seqlens": offsets.to("cpu", torch.int32),
-        "row_tokens": real.to("cpu", torch.int32),
+        "sample_tokens": real.to("cpu", torch.int32),
     }
     return whole if images is None else {**whole, "images": images.read(given, whole)}
 
 
-def slice_of(rows: torch.Tensor, sp: int, sp_rank: int) -> torch.Tensor:
-    """[B, L] of one rank, of rows [B, S] that get -100 on the right up to a multiple of sp; a copy."""
-    return F.pad(rows, (0, -rows.shape[1] % sp), value=IGNORE).chunk(sp, 1)[sp_rank].clone()
+def slice_of(samples: torch.Tensor, sp: int, sp_rank: int) -> torch.Tensor:
+    """[B, L] of one rank, of samples [B, S] that get -100 on the right up to a multiple of sp; a copy."""
+    return F.pad(samples, (0, -samples.shape[1] % sp), value=IGNORE).chunk(sp, 1)[sp_rank].clone()
 
 
 def cut(whole: Batch, sp: int, sp_rank: int) -> Batch:
@@ -192,25 +191,25 @@ def shard_batch(
     `step_tokens` counts this batch alone. Where an optimizer step has several micro-batches or replicas, replace it by
     the sum over all of them: the loss is the mean over the whole step.
 
-    B: rows of the micro-batch; S: tokens of a row, P after padding; L = P / sp: tokens of one rank.
+    B: samples of the micro-batch; S: tokens of a sample, P after padding; L = P / sp: tokens of one rank.
 
     Args:
         batch: input_ids and labels [B, S] (any integer type), and optionally attention_mask [B, S] (zeros only as
             padding on the right, whose labels become -100) and one of position_ids [B, S] (0, 1, 2, ..., which begin at
-            0 with each packed document), document_lengths (the tokens of each document, a list for each row) and
+            0 with each packed document), document_lengths (the tokens of each document, a list for each sample) and
             cu_seqlens (offsets of documents in the flattened batch).
         sp: the number of ranks that share the batch.
         sp_rank: the rank whose slice is returned, from 0 to sp - 1.
-        pad_to: rows are padded on the right to a multiple of this many tokens, itself a multiple of `sp` (default: sp).
-            In a row of fewer tokens than ranks some ranks have nothing but padding.
+        pad_to: samples are padded on the right to a multiple of this many tokens, itself a multiple of `sp` (default:
+            sp). In a sample of fewer tokens than ranks some ranks have nothing but padding.
         images: how the model takes images (`Handle.images`); the batch may then have the fields of its processor, such
             as pixel_values and image_grid_thw.
 
     Returns:
         input_ids, position_ids and shift_labels, int64 [B, L]; cu_seqlens, int32 on the CPU: the offsets from 0 to
-        B * P of the documents in the padded batch, with the start of each row; row_tokens, int32 [B] on the CPU: the
-        tokens of each row that are not padding; step_tokens, an int64 scalar on the CPU: the valid labels of the whole
-        batch. Padding has token 0, position 0 and label -100. In a packed batch it is a document of its own. With
+        B * P of the documents in the padded batch, with the start of each sample; sample_tokens, int32 [B] on the CPU:
+        the tokens of each sample that are not padding; step_tokens, an int64 scalar on the CPU: the valid labels of the
+        whole batch. Padding has token 0, position 0 and label -100. In a packed batch it is a document of its own. With
         `images` also pixel_values and sizes of the images that this rank is dealt, the plan of their features
         (`image_plan`), and image_positions [B, L, 3] of a model whose positions have several dimensions.
 

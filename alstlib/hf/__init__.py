@@ -6,6 +6,6 @@ configuration for it. `attach` (`apply`) attaches what `handle` holds and `detac
 `layer_runner`. `pass_state` is what runs now, and `memory_plan` what is kept for backward, and where.
 `inputs` reads and checks what a call is given, and has the ranks agree on it; `causal_lm_loss` calls the model, and
 `token_logps` does so for log-probabilities, and `block_step` block by block. What can be run exactly is found by
-`support` and `dry_run`; `experts` has blocks that route tokens, in tiles, and `router_loss` their loss over a sharded
+`support` and `dry_run`; `experts` has MoE layers in tiles, and `router_loss` their loss over a sharded
 sequence.
 """

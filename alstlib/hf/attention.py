@@ -46,8 +46,8 @@ def attach_attention(handle: Handle) -> None:
         inputs = state.inputs
         if module in scaled:
             assert inputs.positions is not None
-            rows = slice(None) if state.part is None else state.part.rows
-            query = scaled_queries(module, query, inputs.positions[:, rows])
+            tokens = slice(None) if state.part is None else state.part.tokens
+            query = scaled_queries(module, query, inputs.positions[:, tokens])
         query, key, value = _one_dtype(query, key, value)
         how: dict[str, Any] = {
             "scale": scaling, "window": kwargs.get("sliding_window"), "softcap": kwargs.get("softcap"),
@@ -111,7 +111,7 @@ def _attach_indexers(handle: Handle) -> None:
             if handle.plain:
                 return original(hidden_states, q_resid, position_embeddings, *args, **kwargs)
             inputs, exchange = handle.running.inputs, handle.attention.exchange
-            given = hidden_states, q_resid, position_embeddings, inputs.documents, inputs.row_tokens
+            given = hidden_states, q_resid, position_embeddings, inputs.documents, inputs.sample_tokens
             return select(indexer, original, *given, exchange)
 
         return forward

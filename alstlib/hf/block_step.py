@@ -310,13 +310,13 @@ class MicroBatch:
         """The sum of a block's losses, or its log-probabilities [B, C], and with statistics [4, B, C] (`TokenLogps`);
         with `making`, the forward that comes before all recomputes."""
         self.blocks.begin(index, making)
-        rows, inputs = self.blocks.rows, self.state.inputs
-        cut = {name: self.kwargs[name][:, rows].contiguous() for name in ("input_ids", "position_ids")}
+        tokens, inputs = self.blocks.tokens, self.state.inputs
+        cut = {name: self.kwargs[name][:, tokens].contiguous() for name in ("input_ids", "position_ids")}
         if inputs.images:
             give_images(
                 self.handle, cut, replace(inputs, images=images_of_block(self.handle, inputs.images, self.blocks))
             )
-        cut[STATE] = replace(self.state, inputs=replace(inputs, labels=self.labels[:, rows].contiguous()))
+        cut[STATE] = replace(self.state, inputs=replace(inputs, labels=self.labels[:, tokens].contiguous()))
         if making:
             self.replays[index] = Replay(self.labels.device)
         with contextlib.nullcontext() if making else self.replays[index]():
@@ -330,7 +330,7 @@ class MicroBatch:
     def weighted(self, model: Any, index: int) -> Tensor:
         """What backward of a block is called on."""
         made = self.run(model, index, making=False)
-        return (made * (self.slopes[:, self.blocks.rows] if made.ndim else self.slopes)).sum()
+        return (made * (self.slopes[:, self.blocks.tokens] if made.ndim else self.slopes)).sum()
 
     def in_order(self, made: Sequence[Tensor]) -> Tensor:
         """What `run` made of all blocks [.., B, L], in the order of the tokens of this rank's slice."""

@@ -104,7 +104,7 @@ def loss_of(
     return share.of(out.loss * share.factor, getattr(out, "aux_loss", None))
 
 
-FIELDS = ("input_ids", "position_ids", "shift_labels", "cu_seqlens", "row_tokens", "row_length", *DEALT)
+FIELDS = ("input_ids", "position_ids", "shift_labels", "cu_seqlens", "sample_tokens", "sample_length", *DEALT)
 """Fields of a batch that an attached model is given."""
 CHECKED = ("attention_mask", *PACKED)
 """Fields that it is also given where a batch has them: its call takes them where that is exact, or else refuses."""

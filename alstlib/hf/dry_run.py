@@ -42,7 +42,7 @@ class Keys:
     """Width of a query and of a key."""
     value_width: int
     window: int | None = None
-    """How many keys a row sees; None: all."""
+    """Number of keys that a query sees; None: all."""
 
     @property
     def widths(self) -> int:

@@ -1,19 +1,20 @@
-"""Blocks that route each token to a few experts run in tiles like a dense MLP, so that their intermediates are O(tile).
+"""MoE layers (which route each token to a few experts) run in tiles like a dense MLP, so that their intermediates are
+O(tile).
 
-A block may run in tiles, and on some of the sequence's rows (a rank's slice, a chunk, a block of the model), where its
-output for a token depends on that token alone. Most do: a router chooses experts for each token, and their weights are
-the same for all. Some do not: experts of limited capacity drop what comes too late, others choose their tokens, or a
-router looks at the whole batch. All blocks of transformers' own that can be attached are token-wise, as the tests'
-sweep over its types compares. Of another one nobody knows: `Options.experts_by_token` says that it is.
+Such a layer may run in tiles, and on some of the sequence's tokens (a rank's slice, a chunk, a block of the model),
+where its output for a token depends on that token alone. Most do: a router chooses experts for each token, and their
+weights are the same for all. Some do not: experts of limited capacity drop what comes too late, others choose their
+tokens, or a router looks at the whole batch. All MoE layers of transformers' own that can be attached are token-wise,
+as the tests' sweep over its types compares. Of another one nobody knows: `Options.experts_by_token` says that it is.
 
 The load-balancing loss is a mean over all tokens (`router_loss`): routers run inside the tiles, in forward, which adds
 up, and in each tile's backward, where the loss's gradient joins in.
 
 What tiles cost: each tile's backward makes a gradient of all experts, and these are added up in fp32, 4 bytes for each
-weight of the block that trains. So the default tile makes at least as many intermediates as these sums take, and where
+weight of the layer that trains. So the default tile makes at least as many intermediates as these sums take, and where
 cutting a slice would save less than that, it is one tile, without sums. Below: device bytes, and CPU time of one core,
-of forward and backward of a block like Mixtral's (width 256, 8 experts of width 896, 2 for each token; fp32, grouped
-products). The time in tiles has the recompute of the block in it, the time untiled has none.
+of forward and backward of a layer like Mixtral's (width 256, 8 experts of width 896, 2 for each token; fp32, grouped
+products). The time in tiles has the recompute of the layer in it, the time untiled has none.
 
     tokens   untiled             tiles of 256        default
      1,024    53 MiB   0.10 s     57 MiB   0.17 s     55 MiB   0.14 s   one tile
@@ -49,31 +50,31 @@ MLPS = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "shared_mlp")
 
 
 def routes(module: nn.Module) -> bool:
-    """Whether a child of a layer looks like a block of experts, and not like a plain MLP."""
+    """Whether a child of a layer looks like an MoE layer, and not like a plain MLP."""
     return any(hasattr(module, a) for a in ("experts", "router", "gate")) and not hasattr(module, "down_proj")
 
 
-def takes_more(block: nn.Module) -> bool:
-    """Whether the block takes more than its tokens (token ids for routing by hash, another router's state)."""
+def takes_more(moe: nn.Module) -> bool:
+    """Whether the layer takes more than its tokens (token ids for routing by hash, another router's state)."""
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return sum(p.kind not in several for p in inspect.signature(block.forward).parameters.values()) > 1
+    return sum(p.kind not in several for p in inspect.signature(moe.forward).parameters.values()) > 1
 
 
-def why_untiled(block: nn.Module, by_token: bool) -> str:
-    """Why an MLP or a block of experts cannot run in tiles; empty where it can. `by_token`: the user says that blocks
+def why_untiled(moe: nn.Module, by_token: bool) -> str:
+    """Why an MLP or an MoE layer cannot run in tiles; empty where it can. `by_token`: the user says that layers
     of experts work token by token."""
-    if not routes(block):
+    if not routes(moe):
         return ""
-    if not (known(block) or by_token):
+    if not (known(moe) or by_token):
         return "may mix tokens (see Options.experts_by_token)"
-    return "routes to experts by more than its tokens" if takes_more(block) else ""
+    return "routes to experts by more than its tokens" if takes_more(moe) else ""
 
 
 class TiledExperts(TiledMLP):
-    """Stands in for a block of experts and runs it in tiles, where it treats its tokens one by one.
+    """Stands in for an MoE layer and runs it in tiles, where it treats its tokens one by one.
 
     Args:
-        block: a module mapping [B, S, E] to [B, S, E], or to a tuple that begins with that.
+        moe: a module mapping [B, S, E] to [B, S, E], or to a tuple that begins with that.
         tile: tokens in one tile; None chooses by `default_tile`.
     """
 
@@ -96,7 +97,7 @@ class TiledExperts(TiledMLP):
         state = state_now()
         if state is None or state.router is None:
             return self._run, ()
-        own, real = replace(state, saved=None, part=None), state.real_rows
+        own, real = replace(state, saved=None, part=None), state.real_tokens
 
         def run(x: Tensor, *real: Tensor) -> Any:
             with entered(replace(own, inputs=replace(own.inputs, real=real[0] if real else None))):
@@ -123,7 +124,7 @@ class TiledExperts(TiledMLP):
 
 @functools.cache
 def tiled_kind(kind: type[nn.Module]) -> Any:
-    """The class of a block's stand-in: it is `TiledExperts`, and the block's own too. By its class
+    """The class of an MoE layer's stand-in: it is `TiledExperts`, and the layer's own too. By its class
     (`set_z3_leaf_modules`), or by the name of its class (Accelerate), users say which modules DeepSpeed ZeRO-3 must
     take as leaves."""
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": TiledExperts.__doc__}
@@ -131,7 +132,7 @@ def tiled_kind(kind: type[nn.Module]) -> Any:
 
 
 def unknown_experts(layers: Sequence[nn.Module]) -> str:
-    """A block of these layers of which nobody knows that it is token-wise, with what to do; empty where there is
+    """An MoE layer among these of which nobody knows that it is token-wise, with what to do; empty where there is
     none."""
     for i, layer in enumerate(layers):
         for name, m in layer.named_children():
@@ -144,9 +145,9 @@ def unknown_experts(layers: Sequence[nn.Module]) -> str:
     return ""
 
 
-def known(block: nn.Module) -> bool:
-    """Whether a block that routes tokens is transformers' own."""
-    return type(block).__module__.startswith("transformers.models.")
+def known(moe: nn.Module) -> bool:
+    """Whether an MoE layer is transformers' own."""
+    return type(moe).__module__.startswith("transformers.models.")
 
 
 # ----- routers
@@ -159,8 +160,8 @@ def attach_routers(handle: Handle) -> None:
         if state is None or state.router is None:
             return None
         if isinstance(out, Tensor):  # a projection alone, as Jamba's is before transformers 5.21
-            return state.router.see(out, out, state.real_rows)
-        return (out[0], state.router.see(out[0], out[1], state.real_rows), *out[2:])
+            return state.router.see(out, out, state.real_tokens)
+        return (out[0], state.router.see(out[0], out[1], state.real_tokens), *out[2:])
 
     for router in handle.facts.routers:
         handle.edits.hook(router, router.register_forward_hook(see))

@@ -1,6 +1,6 @@
 """The hidden states of an attached model that are kept on the host: what is made before its layers and read after them.
 
-With layers in row chunks everything that is as long as the sequence may lie there: embeddings and rotary tables are
+With layers in chunks everything that is as long as the sequence may lie there: embeddings and rotary tables are
 made tile by tile and sent to the host; layers, and the norm and head after them, fetch chunks of it. Between these
 modules a model handles a tensor on the CPU with the right values, so that what it does with it (a scale, positions that
 are added, dropout) is done there.

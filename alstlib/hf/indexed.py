@@ -71,7 +71,7 @@ class _Cache:
 @torch.no_grad()
 def select(
     module: Any, indexer: Callable[..., Tensor], hidden: Tensor, queries: Tensor, rotary: Sequence[Tensor],
-    documents: Documents, row_tokens: Sequence[int] | None, exchange: Exchange,
+    documents: Documents, sample_tokens: Sequence[int] | None, exchange: Exchange,
 ) -> Tensor:  # fmt: skip
     """[B, L, N] int32: the places in the sequence of the keys that each token of this rank attends to, -1 for none.
     Collective over the SP group.
@@ -82,7 +82,7 @@ def select(
         hidden, queries: what the indexer reads of this rank's tokens, [B, L, R] each with its own R.
         rotary: cosines and sines of their positions, [B, L, W] or [1, L, W].
         documents: offsets in the flattened batch of all ranks; None: each row is one.
-        row_tokens: the tokens of each row without padding, which is no key of the row's document; None: all.
+        sample_tokens: the tokens of each row without padding, which is no key of the row's document; None: all.
     """
     batch, rows = hidden.shape[:2]
     length, first = rows * exchange.ranks, rows * exchange.rank
@@ -93,7 +93,7 @@ def select(
     assert made.keys is not None
     keys = exchange.gather(made.keys).transpose(0, 1).flatten(1, 2)
     found = torch.full((batch, rows, min(module.index_topk, length)), -1, dtype=torch.int32, device=hidden.device)
-    ends = torch.tensor([length] if row_tokens is None else row_tokens).expand(batch).tolist()
+    ends = torch.tensor([length] if sample_tokens is None else sample_tokens).expand(batch).tolist()
     for span in document_spans(documents, batch, length, 0, length):
         last = ends[span.batch] if span.begin < ends[span.batch] < span.end else span.end
         row, own = slice(span.batch, span.batch + 1), slice(span.begin, last)

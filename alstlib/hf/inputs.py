@@ -38,7 +38,7 @@ PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq
 """Arguments by which transformers' own models are told of packed documents: offsets, and what follows from them."""
 OURS = (
     "labels", "shift_labels", "cu_seqlens", "num_items_in_batch", "step_tokens", "seen_tokens", "accumulation",
-    "row_tokens", "row_length",
+    "sample_tokens", "sample_length",
 )  # fmt: skip
 """Keyword arguments that an attached model takes and its own forward does not see."""
 MIXED = (
@@ -99,8 +99,8 @@ def read_call(
     if router is not None and objective.temperature is not None:
         raise ValueError("log-probabilities have no load-balancing loss: use output_router_logits=False")
     if agreement is not None:
-        (batch, rows), documents = inputs.shape, inputs.documents
-        agreement.in_group = {"the batch size": batch, "the tokens of a rank": rows, "the documents": documents}
+        (batch, local), documents = inputs.shape, inputs.documents
+        agreement.in_group = {"the batch size": batch, "the tokens of a rank": local, "the documents": documents}
     return PassState(inputs=inputs, objective=objective, router=router)
 
 
@@ -135,11 +135,11 @@ def take_call(kwargs: dict[str, Any], ctx: SPContext, chunk: int | None = None) 
     if packed["seq_idx"] is not None and cu is None and kwargs.get("position_ids") is None:
         raise ValueError("seq_idx alone does not tell where documents begin: give position_ids or cu_seqlens too")
     documents = _documents(None if cu is None else integers("cu_seqlens", cu), kwargs, tokens, ctx)
-    row_tokens = None if ours["row_tokens"] is None else integers("row_tokens", ours["row_tokens"])
+    sample_tokens = None if ours["sample_tokens"] is None else integers("sample_tokens", ours["sample_tokens"])
     inputs = StepInputs(
         shape=shape, device=tokens.device, documents=documents, labels=labels, divisor=divisor,
-        row_length=ours["row_length"], real=_real_tokens(row_tokens, mask, tokens, ctx),
-        row_tokens=row_tokens,
+        sample_length=ours["sample_length"], real=_real_tokens(sample_tokens, mask, tokens, ctx),
+        sample_tokens=sample_tokens,
         striped=chunk is not None and ctx.sp > 1 and shape[1] > chunk,
     )  # fmt: skip
     if inputs.striped:
@@ -177,13 +177,13 @@ def of_all_ranks(
         images = inputs.images if several is None else {**inputs.images, "image_positions": torch.stack(others, -1)}
         inputs = replace(inputs, labels=labels, real=real, images=images)
     positions: Any = kwargs.get("position_ids")
-    batch, rows = inputs.shape
+    batch, local = inputs.shape
     if positions is None and (facts.by_longest or facts.scales_by_position):  # the model counts by itself
-        positions = torch.arange(rows, device=inputs.device)[None]
+        positions = torch.arange(local, device=inputs.device)[None]
     if facts.scales_by_position:
         inputs = replace(inputs, positions=positions)
     if facts.attention_chunk is not None:
-        chunks = chunk_offsets(inputs.documents, batch, rows * ctx.sp, facts.attention_chunk)
+        chunks = chunk_offsets(inputs.documents, batch, local * ctx.sp, facts.attention_chunk)
         inputs = replace(inputs, chunks=chunks)
     if facts.by_longest:
         longest = positions.max().reshape(1, 1)
@@ -193,15 +193,15 @@ def of_all_ranks(
     return inputs
 
 
-def _real_tokens(row_tokens: list[int] | None, mask: Any, tokens: Tensor, ctx: SPContext) -> Tensor | None:
+def _real_tokens(sample_tokens: list[int] | None, mask: Any, tokens: Tensor, ctx: SPContext) -> Tensor | None:
     """Which of this rank's tokens are not padding, where some are."""
-    batch, rows = tokens.shape[:2]
-    if row_tokens is None:
+    batch, local = tokens.shape[:2]
+    if sample_tokens is None:
         return None if mask is None or bool(mask.bool().all()) else mask.bool()
-    lengths = torch.tensor(row_tokens).expand(batch)
-    if bool((lengths == rows * ctx.sp).all()):
+    lengths = torch.tensor(sample_tokens).expand(batch)
+    if bool((lengths == local * ctx.sp).all()):
         return None
-    at = torch.arange(rows, device=tokens.device) + ctx.sp_rank * rows
+    at = torch.arange(local, device=tokens.device) + ctx.sp_rank * local
     return at < lengths.to(tokens.device, non_blocking=True)[:, None]
 
 
@@ -238,14 +238,14 @@ def _check_mask(mask: Any, labels: Tensor | None, shape: tuple[int, int], sp: in
 
 
 def _documents(cu: list[int] | None, kwargs: dict[str, Any], tokens: Tensor, ctx: SPContext) -> Offsets | None:
-    """Global document offsets of this call, or None where every micro-batch row is one document. Where offsets alone
+    """Global document offsets of this call, or None where every sample is one document. Where offsets alone
     are given, the model gets positions too, because it would count on through them."""
-    (batch, rows), positions = tokens.shape[:2], kwargs.get("position_ids")
-    whole, total = rows * ctx.sp, batch * rows * ctx.sp
+    (batch, local), positions = tokens.shape[:2], kwargs.get("position_ids")
+    whole, total = local * ctx.sp, batch * local * ctx.sp
     if positions is None and ctx.sp > 1:
         raise ValueError("position_ids are missing: each rank must give the positions of its own tokens")
-    if positions is not None and (positions.shape[1] != rows or positions.shape[0] not in (1, batch)):
-        raise ValueError(f"position_ids {list(positions.shape)} do not belong to inputs of {batch} x {rows} tokens")
+    if positions is not None and (positions.shape[1] != local or positions.shape[0] not in (1, batch)):
+        raise ValueError(f"position_ids {list(positions.shape)} do not belong to inputs of {batch} x {local} tokens")
     if positions is None and cu is None:
         return None
     if cu is not None:
@@ -258,24 +258,24 @@ def _documents(cu: list[int] | None, kwargs: dict[str, Any], tokens: Tensor, ctx
     if not offsets or offsets[0] != 0 or offsets[-1] != total or list(offsets) != sorted(offsets):
         raise ValueError(
             f"{name}={list(offsets[:8])}, which end at {offsets[-1] if offsets else None}, must rise from 0 to "
-            f"{total}, for {batch} x {rows} tokens on each of {ctx.sp} ranks: the ranks' shapes disagree, or the "
+            f"{total}, for {batch} x {local} tokens on each of {ctx.sp} ranks: the ranks' shapes disagree, or the "
             "offsets are not global"
         )
     if positions is None:
-        kwargs["position_ids"] = _positions(offsets, batch, rows, ctx).to(tokens.device)
+        kwargs["position_ids"] = _positions(offsets, batch, local, ctx).to(tokens.device)
     elif cu is None or readable(positions):  # on a GPU the look costs a synchronisation
-        _check_positions(positions.expand(batch, -1), _positions(offsets, batch, rows, ctx), ctx, name, cu is not None)
+        _check_positions(positions.expand(batch, -1), _positions(offsets, batch, local, ctx), ctx, name, cu is not None)
     return None if cu is None and ctx.sp > 1 else offsets
 
 
-def _positions(offsets: tuple[int, ...], batch: int, rows: int, ctx: SPContext) -> Tensor:
+def _positions(offsets: tuple[int, ...], batch: int, local: int, ctx: SPContext) -> Tensor:
     """[B, L] positions of this rank's tokens, counted from the start of each document."""
-    whole = rows * ctx.sp
-    # documents begin at their offsets and with each micro-batch row
+    whole = local * ctx.sp
+    # documents begin at their offsets and with each sample
     starts = torch.tensor(sorted({*offsets[:-1], *range(0, batch * whole, whole)}))
-    first = (torch.arange(batch) * ctx.sp + ctx.sp_rank)[:, None] * rows
-    row = first + torch.arange(rows)
-    return row - starts[torch.searchsorted(starts, row, right=True) - 1]
+    first = (torch.arange(batch) * ctx.sp + ctx.sp_rank)[:, None] * local
+    place = first + torch.arange(local)
+    return place - starts[torch.searchsorted(starts, place, right=True) - 1]
 
 
 def _check_positions(positions: Tensor, expected: Tensor, ctx: SPContext, name: str, padded: bool) -> None:
@@ -287,7 +287,7 @@ def _check_positions(positions: Tensor, expected: Tensor, ctx: SPContext, name: 
     if bool(wrong.any()):
         b, i = (int(n) for n in wrong.nonzero()[0])
         raise ValueError(
-            f"position_ids of rank {ctx.sp_rank} do not fit {name}: micro-batch row {b}, token {i} has position "
+            f"position_ids of rank {ctx.sp_rank} do not fit {name}: sample {b}, token {i} has position "
             f"{int(positions[b, i])} where its document is at {int(expected[b, i])}; for packed documents or padding "
             "give cu_seqlens too"
         )

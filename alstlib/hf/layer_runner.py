@@ -1,7 +1,7 @@
 """The decoder layers of an attached model run through a `LayerRunner`, which takes the place of a layer's `forward`.
 
-`Whole` runs a layer on all rows as a checkpoint: it keeps the input, and recomputes the rest in backward. `Chunked`
-runs it in chunks of its rows (`streaming.chunked`). A model that runs block by block (`streaming.blocks`) has its
+`Whole` runs a layer on all tokens as a checkpoint: it keeps the input, and recomputes the rest in backward. `Chunked`
+runs it in chunks of its tokens (`streaming.chunked`). A model that runs block by block (`streaming.blocks`) has its
 layers whole; their attention sees the block. How much is kept is planned at the first layer of each forward
 (`MemoryPlan`). Another way of running a layer is another subclass here, which `attach_runners` chooses.
 """
@@ -25,7 +25,7 @@ from alstlib.hf.indexed import WHY_WHOLE, has_indexer
 from alstlib.hf.support import check_recompute
 from alstlib.linear.adapters import is_tokenwise
 from alstlib.offload.checkpoints import Segment, checkpoint
-from alstlib.streaming.chunked import RowChunk, Stream
+from alstlib.streaming.chunked import LayerChunk, Stream
 from alstlib.tiled.skip import Follower, Unread, find_followers
 
 
@@ -101,7 +101,7 @@ class LayerRunner:
 
 
 class Whole(LayerRunner):
-    """Runs a layer on all rows as a checkpoint."""
+    """Runs a layer on all tokens as a checkpoint."""
 
     def run(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         handle, plan, state = self.handle, self.handle.plan, self.handle.running
@@ -151,7 +151,7 @@ class Whole(LayerRunner):
 
 
 class Chunked(LayerRunner):
-    """Runs a layer in row chunks. To ZeRO-3 it is a leaf: gathered once a pass, not once a chunk."""
+    """Runs a layer in chunks. To ZeRO-3 it is a leaf: gathered once a pass, not once a chunk."""
 
     always = True
 
@@ -171,10 +171,10 @@ class Chunked(LayerRunner):
             plan.chunked(x, state.inputs.device, state.travels, train=torch.is_grad_enabled())
         state = replace(state, drew=set(), whole=True)
         leaves, spec = tree_flatten((args, kwargs))
-        cuts = [_row_dimension(t, x.shape[1], self.layer) for t in leaves]
+        cuts = [_token_dimension(t, x.shape[1], self.layer) for t in leaves]
 
-        def run(part: Tensor, piece: RowChunk) -> Tensor:
-            mine = [t if at is None else t[(slice(None),) * at + (piece.rows,)] for t, at in zip(leaves, cuts)]
+        def run(part: Tensor, piece: LayerChunk) -> Tensor:
+            mine = [t if at is None else t[(slice(None),) * at + (piece.tokens,)] for t, at in zip(leaves, cuts)]
             if state.travels:  # what is made for all layers may lie on the host too
                 mine = [t.to(part.device, non_blocking=True) if isinstance(t, Tensor) else t for t in mine]
             some_args, some_kwargs = tree_unflatten(mine, spec)
@@ -214,7 +214,7 @@ class Chunked(LayerRunner):
 
 
 CACHES = {"past_key_values", "past_key_value", "layer_past", "cache_params"}
-"""What layers call a cache. One that takes none may need all rows at once."""
+"""What layers call a cache. One that takes none may need all tokens at once."""
 
 
 def _check_chunks(handle: Handle) -> None:
@@ -228,7 +228,7 @@ def _check_chunks(handle: Handle) -> None:
             raise ValueError(f"layer {i} ({type(layer).__name__}) {WHY_WHOLE}; use chunk=None")
     for i, call in enumerate(handle.facts.calls):
         for value in tree_flatten(call.others)[0]:
-            _row_dimension(value, call.hidden.shape[1], call.layer)
+            _token_dimension(value, call.hidden.shape[1], call.layer)
         if len(call.attention) > 1:
             where = f"layer {i} ({type(call.layer).__name__})"
             raise ValueError(f"{where} calls attention more than once, so it cannot run in chunks; use chunk=None")
@@ -240,8 +240,8 @@ def _ensure_input_grad(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     return args, {**kwargs, "hidden_states": with_gradient(kwargs["hidden_states"], layer)}
 
 
-def _row_dimension(value: Any, rows: int, layer: nn.Module) -> int | None:
-    """The dimension of a layer's further argument that goes with its rows; None for none.
+def _token_dimension(value: Any, tokens: int, layer: nn.Module) -> int | None:
+    """The dimension of a layer's further argument that goes with its tokens; None for none.
 
     Raises:
         ValueError: an argument that a chunk cannot be cut out of, or that needs a gradient.
@@ -249,14 +249,16 @@ def _row_dimension(value: Any, rows: int, layer: nn.Module) -> int | None:
     if not isinstance(value, Tensor) or value.ndim == 0:
         return None
     at = 0 if value.ndim == 1 else 1
-    if value.ndim == 3 and value.shape[2] == rows != value.shape[1] and not value.is_floating_point():
+    if value.ndim == 3 and value.shape[2] == tokens != value.shape[1] and not value.is_floating_point():
         return 2  # positions of several dimensions, [3, B, L]
-    if value.requires_grad or (value.shape[at] != rows and (rows in value.shape or (at == 1 and value.shape[1] > 1))):
+    if value.requires_grad or (
+        value.shape[at] != tokens and (tokens in value.shape or (at == 1 and value.shape[1] > 1))
+    ):
         raise ValueError(
             f"{type(layer).__name__} takes an input {list(value.shape)} that cannot be cut into chunks, or needs a "
             "gradient; use chunk=None"
         )
-    return at if value.shape[at] == rows else None
+    return at if value.shape[at] == tokens else None
 
 
 def run_whole(layer: Any, x: Tensor, run: Callable[[], Any]) -> Any:

@@ -50,11 +50,11 @@ class MemoryPlan:
         """Bytes that layers with a state hand on from a block, as the last micro-batch had them."""
 
     def whole(self, x: Tensor, pages: int = 0, streamed: bool = False, travels: bool = False) -> None:
-        """Decide what layers keep that run on all rows; x is the first layer's input.
+        """Decide what layers keep that run on all tokens; x is the first layer's input.
 
         Args:
             pages: bytes of keys and values on the host, with the sums of their gradients, where layers run on some of
-                the rows: in chunks that are `streamed`, with an input on the host where it `travels`, or in blocks.
+                the tokens: in chunks that are `streamed`, with an input on the host where it `travels`, or in blocks.
 
         Raises:
             HostOutOfMemory: on every rank, where on some rank what must be kept does not fit.
@@ -85,7 +85,7 @@ class MemoryPlan:
         self._say(x.nbytes, travels)
 
     def chunked(self, x: Tensor, device: torch.device, travels: bool, train: bool) -> None:
-        """Layers run in row chunks on `device`; x is the first layer's input, on the host where it `travels`."""
+        """Layers run in chunks on `device`; x is the first layer's input, on the host where it `travels`."""
         facts = self.facts
         keys = self._pages(x, x.shape[1] * self.ctx.sp, facts.heads, facts.kv_heads, facts.kv_widths)
         beside = 0 if travels else x.nbytes  # a gradient, where x lies on the device
@@ -97,7 +97,7 @@ class MemoryPlan:
         """A micro-batch runs block by block, of which x is the first block's first layer input."""
         pages = (blocks.count - 1) * self._handed_on
         for keys in self.facts.keys:
-            pages += self._pages(x, blocks.kept_rows(keys.window), keys.heads, keys.kv_heads, keys.widths)
+            pages += self._pages(x, blocks.kept_tokens(keys.window), keys.heads, keys.kv_heads, keys.widths)
         self._place_keys(x, x.device, pages, 0)
         self.whole(x, pages if self.kv_on_host else 0)
         blocks.place(Courier(self.store, x.device) if self.kv_on_host else None)
@@ -132,19 +132,19 @@ class MemoryPlan:
         self, x: Tensor, pages: int, streamed: bool, travels: bool, disk: int = 0
     ) -> tuple[int, int, int, int, int]:
         """`sizing.kept_with_disk` of a forward, and the room that this rank's host has for it."""
-        row, room = x.nbytes, self.store.room() + self.store.unused
+        size, room = x.nbytes, self.store.room() + self.store.unused
         room += self.store.leased * travels  # the first layer's input, and what goes with it to every layer
         found = kept_with_disk(
-            room, disk, len(self.facts.layers), row, self._output_bytes(x), self.options.save_attention,
-            streamed=streamed, travels=travels, tables=max(0, self.store.leased - row), pages=pages,
+            room, disk, len(self.facts.layers), size, self._output_bytes(x), self.options.save_attention,
+            streamed=streamed, travels=travels, tables=max(0, self.store.leased - size), pages=pages,
             attending=len(self.facts.attending),
         )  # fmt: skip
         return *found, room
 
-    def _pages(self, x: Tensor, rows: int, heads: int, kv_heads: int, widths: int) -> int:
-        """Bytes of one layer's keys and values of so many rows on this rank, with the sums of their gradients."""
+    def _pages(self, x: Tensor, tokens: int, heads: int, kv_heads: int, widths: int) -> int:
+        """Bytes of one layer's keys and values of so many tokens on this rank, with the sums of their gradients."""
         needed = max(kv_needed(heads, kv_heads, self.ctx.sp))
-        return keys_and_values(x.shape[0] * rows, needed, widths, x.element_size())
+        return keys_and_values(x.shape[0] * tokens, needed, widths, x.element_size())
 
     def _place_keys(
         self, x: Tensor, device: torch.device, keys: int, beside: int, streamed: bool = False, travels: bool = False
@@ -183,11 +183,11 @@ class MemoryPlan:
             )
         return found
 
-    def _say(self, row: int, travels: bool) -> None:
+    def _say(self, size: int, travels: bool) -> None:
         """Note what was decided, when it differs from what was noted before."""
         every = self.inputs_kept_every
         if every > 1:
-            held = "on the host" if travels else f"({every * row:,} bytes) on the device"
+            held = "on the host" if travels else f"({every * size:,} bytes) on the device"
             self._note(
                 f"host memory has no room for the inputs of all {len(self.facts.layers)} layers: one in {every} is "
                 "kept",

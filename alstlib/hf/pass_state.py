@@ -1,7 +1,7 @@
 """What runs now of an attached model: `PassState`, in one context variable (`recompute.now`).
 
 The model's call begins one, with what it was given (`StepInputs`) and what is computed of it (`Objective`). Each layer
-goes on with a copy that says which pass it is in and which rows it has.
+goes on with a copy that says which pass it is in and which tokens it has.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from alstlib.base.recompute import Pass, Saved, now
 from alstlib.hf.router_loss import RouterLoss
 from alstlib.kernels.spans import Offsets
 from alstlib.streaming.blocks import Blocks
-from alstlib.streaming.chunked import RowChunk
+from alstlib.streaming.chunked import LayerChunk
 from alstlib.tiled.logits import Statistics
 from alstlib.tiled.loss import Look
 
@@ -37,13 +37,13 @@ class StepInputs:
     """[B, L] the label of each token, shifted; None: the call returns logits."""
     divisor: Any = None
     """What the sum of the losses is divided by; None: the number of the group's tokens with a label."""
-    row_length: Any = None
+    sample_length: Any = None
     """Tokens of a whole sample, before it was padded for the ranks; None: not told."""
     chunks: Offsets | None = None
     """Global offsets of the chunks of documents, for layers with chunked attention (`Facts.attention_chunk`)."""
     positions: Tensor | None = None
     """[B, L] positions of this rank's tokens, where the model asks for them (`Facts.scales_by_position`)."""
-    row_tokens: Sequence[int] | None = None
+    sample_tokens: Sequence[int] | None = None
     """Tokens of each sample that are not padding; None: not told."""
     longest: Tensor | None = None
     """[1, 1] the largest position of the whole sequence, where the model asks for it (`Facts.by_longest`)."""
@@ -52,7 +52,7 @@ class StepInputs:
     images: Mapping[str, Any] = field(default_factory=dict)
     """What the call is given of images, by the names of `data.images.DEALT`; empty: nothing."""
     seen: Tensor | None = None
-    """[n] the rows of a block that the head sees, one for each of n labels; None: each row once."""
+    """[n] the tokens of a block that the head sees, one for each of n labels; None: each token once."""
     striped: bool = False
     """Whether tokens are dealt out in stripes. Then logits are not in the order of the tokens."""
 
@@ -92,8 +92,8 @@ class PassState(Pass):
     """The load-balancing loss, if it is asked for."""
     travels: bool = False
     """Whether hidden states lie on the host, from where chunks of them visit the device."""
-    part: RowChunk | Blocks | None = None
-    """The chunk of a layer, or the block of the model, whose rows run; None: all rows of the slice."""
+    part: LayerChunk | Blocks | None = None
+    """The chunk of a layer, or the block of the model, whose tokens run; None: all tokens of the slice."""
     saved: Saved | None = None
     """What a checkpointed layer keeps for its recompute; None: nothing is kept."""
     outer: Pass | None = None
@@ -105,10 +105,10 @@ class PassState(Pass):
         return self.part if isinstance(self.part, Blocks) else None
 
     @property
-    def real_rows(self) -> Tensor | None:
-        """[B, s] which tokens of the rows that run are not padding; None: all."""
+    def real_tokens(self) -> Tensor | None:
+        """[B, s] which of the tokens that run are not padding; None: all."""
         real = self.inputs.real
-        return real if real is None or self.part is None else real[:, self.part.rows]
+        return real if real is None or self.part is None else real[:, self.part.tokens]
 
 
 def state_now() -> PassState | None:

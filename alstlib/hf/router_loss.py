@@ -77,9 +77,9 @@ class RouterLoss:
         whole = torch.cat([self.sums, tokens[None].to(self.sums)])
         if self.group is not None:
             dist.all_reduce(whole, group=self.group)
-        shares, rows, tokens = whole[:e] / whole[2 * e], whole[2 * e], whole[-1]
-        self.value = e * (shares * whole[e : 2 * e]).sum() / rows
-        self.slope = shares * (e * self.weight / rows) * tokens
+        shares, layer_tokens, tokens = whole[:e] / whole[2 * e], whole[2 * e], whole[-1]
+        self.value = e * (shares * whole[e : 2 * e]).sum() / layer_tokens
+        self.slope = shares * (e * self.weight / layer_tokens) * tokens
         return self._noting_scale(total + (self.slope * own).sum().to(total.dtype))
 
     def _noting_scale(self, total: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ class Facts:
     offset: int = 0
     """Position of the first token, as the model numbers its tokens."""
     attending: Sequence[int] = ()
-    """Places of the layers that attend, or whose dry run did not show that they do not."""
+    """Indices of the attention layers. A layer that the dry run could not tell counts as one."""
     keys: Sequence[Keys] = ()
     """What each layer's attention keeps of a token; widths of 0 for a layer with a state."""
     not_by_blocks: str = ""
@@ -163,7 +163,7 @@ def _keys(call: LayerCall, most: Keys) -> Keys:
 
 
 def _not_by_blocks(layers: Sequence[nn.Module], calls: Sequence[LayerCall]) -> str:
-    """Why a layer cannot run on some of the rows, by its calls in a dry run; empty where all can."""
+    """Why a layer cannot run on some of the tokens, by its calls in a dry run; empty where all can."""
     attended = Counter(call.layer for call in calls for _ in call.attention)
     reads = {call.layer for call in calls if call.attention and call.reads}
     for i, layer in enumerate(layers):

@@ -1,6 +1,6 @@
 """Log-probabilities of labels under an attached model, and their sums over sequences, for losses such as DPO and GRPO.
 
-Shape legend: B rows of a micro-batch, L tokens of this rank's slice, D documents of the sample.
+Shape legend: B samples of a micro-batch, L tokens of this rank's slice, D documents of the sample.
 """
 
 from __future__ import annotations
@@ -119,22 +119,22 @@ def sequence_logps(logps: Tensor, batch: Mapping[str, Any], ctx: SPContext) -> T
 
     Returns:
         fp64 [B], one sum for each sample; for packed samples [D], one for each document, in order. Padding is not
-        counted as a document where the batch has row_tokens, as batches of `SPDataLoader` have.
+        counted as a document where the batch has sample_tokens, as batches of `SPDataLoader` have.
     """
-    (rows, length), device = logps.shape, logps.device
+    (samples, length), device = logps.shape, logps.device
     whole = length * ctx.sp
-    starts, tokens = torch.arange(rows) * whole, batch.get("row_tokens")
+    starts, tokens = torch.arange(samples) * whole, batch.get("sample_tokens")
     if batch.get("cu_seqlens") is not None:
         starts = torch.as_tensor(batch["cu_seqlens"]).flatten()[:-1].to("cpu", torch.int64)
-    at = (torch.arange(rows, device=device) * ctx.sp + ctx.sp_rank)[:, None] * length
+    at = (torch.arange(samples, device=device) * ctx.sp + ctx.sp_rank)[:, None] * length
     at = (at + torch.arange(length, device=device)).flatten()
     document = torch.searchsorted(starts.to(device, non_blocking=True), at, right=True) - 1
     sums = logps.new_zeros(len(starts), dtype=torch.float64).index_add(0, document, logps.flatten().double())
     sums = OverRanks.apply(sums, ctx)
-    if tokens is None or len(starts) == rows:
+    if tokens is None or len(starts) == samples:
         return sums
     tokens = torch.as_tensor(tokens).flatten().cpu()
-    padding = (torch.arange(rows) * whole + tokens)[tokens < whole]
+    padding = (torch.arange(samples) * whole + tokens)[tokens < whole]
     kept = torch.isin(starts, padding, invert=True).nonzero()[:, 0]
     return sums[kept.to(device, non_blocking=True)]
 

@@ -8,8 +8,8 @@ gather weights (ZeRO-3, FSDP2) do not wait for a rank without an image.
 
 Positions of several dimensions (M-RoPE) are made once, of the whole sample, by the model's own function.
 
-Shape legend: B rows of a micro-batch, L tokens of one rank, E width of a feature, n features that a rank's tower makes,
-m placeholders of its slice.
+Shape legend: B samples of a micro-batch, L tokens of one rank, E width of a feature, n features that a rank's tower
+makes, m placeholders of its slice.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def images_of_block(handle: Handle, images: Mapping[str, Any], blocks: Blocks) -
     fields = {name: value for name, value in images.items() if name not in ("image_plan", "image_positions")}
     given: dict[str, Any] = {**handle.images.chosen(fields, dealt.lengths, plan.images), "image_plan": dealt}
     if "image_positions" in images:
-        given["image_positions"] = images["image_positions"][:, blocks.rows]
+        given["image_positions"] = images["image_positions"][:, blocks.tokens]
     return given
 
 
@@ -184,20 +184,22 @@ def _checkpointed(handle: Handle, layer: nn.Module, original: Callable[..., Any]
 def _travelled(out: Any, plan: FeaturePlan, exchange: Exchange) -> Any:
     """What the tower made, with the features of this rank's slice in the place of those of its images."""
     made = [out.pooler_output, *(getattr(out, "deepstack_features", None) or ())]
-    rows = [t.flatten(0, -2) if isinstance(t, Tensor) else torch.cat([*t]) for t in made]
-    if len(plan.send) > len(rows[0]):
-        raise ValueError(f"the tower made {len(rows[0])} features of images that have {len(plan.send)} placeholders")
-    arrived = TravelledFeatures.apply(torch.cat(rows, 1), plan, exchange).split([t.shape[1] for t in rows], 1)
+    features = [t.flatten(0, -2) if isinstance(t, Tensor) else torch.cat([*t]) for t in made]
+    if len(plan.send) > len(features[0]):
+        raise ValueError(
+            f"the tower made {len(features[0])} features of images that have {len(plan.send)} placeholders"
+        )
+    arrived = TravelledFeatures.apply(torch.cat(features, 1), plan, exchange).split([t.shape[1] for t in features], 1)
     out.pooler_output, *deep = map(_like, arrived, made)
     if deep:
         out.deepstack_features = deep
     return out
 
 
-def _like(rows: Tensor, made: Any) -> Any:
+def _like(features: Tensor, made: Any) -> Any:
     """Features [m, E] as the model has made others: a list with a tensor for each image, or a tensor [..., E], in which
     each is an image of its own."""
-    return rows.view(-1, *[1] * (made.ndim - 2), rows.shape[1]) if isinstance(made, Tensor) else [rows]
+    return features.view(-1, *[1] * (made.ndim - 2), features.shape[1]) if isinstance(made, Tensor) else [features]
 
 
 class TravelledFeatures(torch.autograd.Function):
@@ -206,7 +208,7 @@ class TravelledFeatures(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, made: Tensor, plan: FeaturePlan, exchange: Exchange) -> Tensor:
         send, order = plan.send.to(made.device), plan.order.to(made.device)
-        ctx.plan, ctx.exchange, ctx.rows = (send, order, plan.to_ranks, plan.from_ranks), exchange, len(made)
+        ctx.plan, ctx.exchange, ctx.features = (send, order, plan.to_ranks, plan.from_ranks), exchange, len(made)
         return _swap(made[send], plan.to_ranks, plan.from_ranks, exchange)[order]
 
     @staticmethod
@@ -214,15 +216,15 @@ class TravelledFeatures(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         send, order, to_ranks, from_ranks = ctx.plan
         back = _swap(torch.empty_like(grad).index_copy_(0, order, grad), from_ranks, to_ranks, ctx.exchange)
-        return grad.new_zeros(ctx.rows, grad.shape[1]).index_copy_(0, send, back), None, None
+        return grad.new_zeros(ctx.features, grad.shape[1]).index_copy_(0, send, back), None, None
 
 
-def _swap(rows: Tensor, to_ranks: list[int], from_ranks: list[int], exchange: Exchange) -> Tensor:
+def _swap(features: Tensor, to_ranks: list[int], from_ranks: list[int], exchange: Exchange) -> Tensor:
     if exchange.ranks == 1:
-        return rows
-    width = rows.shape[1]
+        return features
+    width = features.shape[1]
     counts = [[n * width for n in each] for each in (to_ranks, from_ranks)]
-    return exchange.swap_unequal(rows.flatten(), *counts).view(-1, width)
+    return exchange.swap_unequal(features.flatten(), *counts).view(-1, width)
 
 
 # ----- how models take images
@@ -239,7 +241,7 @@ def _same_size(inner: Any, config: Any, vision: Any) -> ImageLayout | None:
     if vision.model_type == "pixtral":
         return _by_pixels(inner, config, vision)
 
-    def blank() -> Fields:  # no zeros: images of zeros fill up the rows of a batch
+    def blank() -> Fields:  # no zeros: images of zeros fill up the samples of a batch
         made = {"pixel_values": torch.ones(shape)}
         return {**made, "pixel_attention_mask": torch.ones(1, *shape[2:], dtype=torch.bool)} if nested else made
 

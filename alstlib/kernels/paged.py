@@ -1,9 +1,9 @@
-"""Attention of some rows over keys and values that are kept in pages, of which one at a time is on the device.
+"""Attention of some queries over keys and values that are kept in pages, of which one at a time is on the device.
 
-Shape legend: B batch, C query rows, R keys of a page, H query heads, K key/value heads, D key width, V value width.
+Shape legend: B batch, C queries, R keys of a page, H query heads, K key/value heads, D key width, V value width.
 
 The pages are merged by their logsumexps in fp32, whether they come from the host or lie on the device: what is computed
-is the same to the bit. Pages that no row sees (other documents, keys that a window has passed) are not asked for.
+is the same to the bit. Pages that no query sees (other documents, keys that a window has passed) are not asked for.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ class Pages(Protocol):
 
 @dataclass(frozen=True)
 class HeadPart:
-    """Some of a rank's heads, or rows of one head, as views of stored tensors, and what they see."""
+    """Some of a rank's heads, or queries of one head, as views of stored tensors, and what they see."""
 
     heads: slice
     """Numbers of these query heads in the model."""
     stored: slice
-    """Where the queries are stored: heads of tensors [B, H, C, ...], or rows of [1, 1, rows, ...]."""
+    """Where the queries are stored: heads of tensors [B, H, C, ...], or queries of [1, 1, queries, ...]."""
     kv: slice
     """Key/value heads, of those that the rank has."""
     spans: Sequence[Span] = ()
     """Which of the queries see which keys; none for heads that see all documents."""
     batch: int = 0
-    """Number of micro-batch rows that each head's run of stored rows holds; 0 for stored heads."""
+    """Number of samples that each head's run of stored queries holds; 0 for stored heads."""
 
     def queries_of(self, x: Tensor) -> Tensor:
         """The view of stored queries, outputs or logsumexps, [B, heads, C, ...]."""
@@ -121,14 +121,14 @@ def forward(
     backend: Backend, q: Tensor, width: int, pages: Pages, own: int, parts: Sequence[HeadPart], rule: Rule,
     sinks: Tensor | None = None, choice: Choice | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Causal attention of rows q over the pages that they see -> (out [B, H, C, V], lse [B, H, C] in fp32).
+    """Causal attention of queries q over the pages that they see -> (out [B, H, C, V], lse [B, H, C] in fp32).
 
     Args:
         width: V.
-        own: the page in which the rows' own keys lie.
+        own: the page in which the queries' own keys lie.
         parts: all heads of q.
         sinks: scores of the model's attention sinks, one for each of its heads.
-        choice: which pages are seen; None: all that hold keys of the rows' documents and windows.
+        choice: which pages are seen; None: all that hold keys of the queries' documents and windows.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     out, lse = q.new_empty(*q.shape[:3], width, dtype=wide), q.new_empty(q.shape[:3], dtype=wide)
@@ -164,7 +164,7 @@ def backward(
 ) -> tuple[Tensor, Page]:  # fmt: skip
     """Gradients of `forward` -> (dq [B, H, C, D], the page `own`).
 
-    What the rows contribute to the gradients of the keys and values they saw is added to the pages' sums: with the
+    What the queries contribute to the gradients of the keys and values they saw is added to the pages' sums: with the
     output and logsumexp over all keys, each page gives its own share exactly (FlashAttention-2, section 3.1.2).
     """
     dq = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))

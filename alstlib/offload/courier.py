@@ -134,7 +134,7 @@ def has_gaps(x: Tensor) -> bool:
 
 @torch.no_grad()  # a generator may be asked for its next part inside a recompute, which makes a graph
 def _copy(to: Tensor, source: Tensor) -> None:
-    """Copy without a stop where both lie in one piece: slices of the sequence do, in each micro-batch row."""
+    """Copy without a stop where both lie in one piece: slices of the sequence do, in each sample."""
     if to.stride() == source.stride() or to.ndim < 2 or to.shape[0] == 1:
         to.copy_(source, non_blocking=True)
         return
@@ -143,9 +143,9 @@ def _copy(to: Tensor, source: Tensor) -> None:
 
 
 def parts_of(courier: Courier | None, tiles: Sequence[slice], *tensors: Tensor) -> Iterator[list[Tensor]]:
-    """For each tile, these rows [B, rows, ...] of the tensors on the device: as views, or with a courier fetched from
+    """For each tile, these tokens [B, s, ...] of the tensors on the device: as views, or with a courier fetched from
     the host."""
-    groups = ([t[:, rows] for t in tensors] for rows in tiles)
+    groups = ([t[:, at] for t in tensors] for at in tiles)
     return groups if courier is None else courier.each(groups)
 
 
@@ -154,12 +154,12 @@ def room_like(courier: Courier | None, x: Tensor) -> Tensor:
     return torch.empty_like(x) if courier is None else courier.empty(x.shape, x.dtype)
 
 
-def put_part(courier: Courier | None, to: Tensor, rows: slice, part: Tensor) -> None:
-    """Write these rows [B, rows, ...] of a tensor: there, or with a courier by sending them to the host."""
+def put_part(courier: Courier | None, to: Tensor, at: slice, part: Tensor) -> None:
+    """Write these tokens [B, s, ...] of a tensor: there, or with a courier by sending them to the host."""
     if courier is None:
-        to[:, rows] = part
+        to[:, at] = part
     else:
-        courier.send(to[:, rows], part)
+        courier.send(to[:, at], part)
 
 
 @dataclass(frozen=True)

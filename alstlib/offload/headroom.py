@@ -24,7 +24,7 @@ def device_memory(device: torch.device) -> tuple[int, int, int] | None:
 class Headroom:
     """Device memory left over in a training step, measured: the planner does not see engines of others.
 
-    `begin` is called with each forward's rows, `look` in each backward, when the first layer is recomputed: what is
+    `begin` is called with each forward's tokens, `look` in each backward, when the first layer is recomputed: what is
     alive at a step's highest point has been alive by then. The first step keeps nothing, and later ones what the first
     had no use for; a longer sample is taken to need more in proportion. Forwards that follow each other without a
     backward are one. Whoever resets PyTorch's peak between two steps changes nothing; one that was reached earlier
@@ -32,16 +32,16 @@ class Headroom:
     """
 
     def __init__(self) -> None:
-        self._need, self._at = 0, 0  # bytes over those at the forward's start, and the rows of that step
-        self._begun, self._rows, self._kept = 0, 0, 0
+        self._need, self._at = 0, 0  # bytes over those at the forward's start, and the tokens of that step
+        self._begun, self._tokens, self._kept = 0, 0, 0
         self._looked = True
 
-    def begin(self, rows: int, memory: tuple[int, int, int]) -> int:
-        """A forward of so many rows starts. Returns the bytes that may be kept."""
+    def begin(self, tokens: int, memory: tuple[int, int, int]) -> int:
+        """A forward of so many tokens starts. Returns the bytes that may be kept."""
         if self._looked:
-            self._begun, self._rows, self._kept, self._looked = memory[0], rows, 0, False
-        self._begun, self._rows = min(self._begun, memory[0]), max(self._rows, rows)
-        return max(0, math.floor(SHARE * memory[2]) - self._needed(rows)) if self._at else 0
+            self._begun, self._tokens, self._kept, self._looked = memory[0], tokens, 0, False
+        self._begun, self._tokens = min(self._begun, memory[0]), max(self._tokens, tokens)
+        return max(0, math.floor(SHARE * memory[2]) - self._needed(tokens)) if self._at else 0
 
     def keep(self, nbytes: int) -> None:
         """So many bytes of what `begin` allowed are kept."""
@@ -49,12 +49,12 @@ class Headroom:
 
     def look(self, device: torch.device) -> None:
         """The backward of the forward that began last has come to the first layer."""
-        if not self._rows or (memory := device_memory(device)) is None:
+        if not self._tokens or (memory := device_memory(device)) is None:
             return
         self._looked = True
         need = memory[1] - self._begun - self._kept
-        if not self._at or need > self._needed(self._rows):
-            self._need, self._at = need, self._rows
+        if not self._at or need > self._needed(self._tokens):
+            self._need, self._at = need, self._tokens
 
-    def _needed(self, rows: int) -> int:
-        return math.ceil(self._need * max(1.0, rows / self._at))
+    def _needed(self, tokens: int) -> int:
+        return math.ceil(self._need * max(1.0, tokens / self._at))

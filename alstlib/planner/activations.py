@@ -83,19 +83,19 @@ def activations(
             workspace, capability, held=held,
         )  # fmt: skip
         return _by_blocks(one, shape, run, ranks, seq_len, device, free, room, workspace and device == "cuda")
-    element, rows = element_bytes(run, device), -(-seq_len // ranks) * run.data.batch_size
-    chunk = min(rows, run.chunk or rows)
-    row, output = rows * shape.width * element, output_bytes(shape, rows, element)
-    streaming = streaming_of(shape, run, ranks, rows, element, free, room) if chunk < rows else Streaming()
-    every, outputs, host, needed, away, short = _kept(run, shape, row, output, room, streaming, disk)
+    element, tokens = element_bytes(run, device), -(-seq_len // ranks) * run.data.batch_size
+    chunk = min(tokens, run.chunk or tokens)
+    size, output = tokens * shape.width * element, output_bytes(shape, tokens, element)
+    streaming = streaming_of(shape, run, ranks, tokens, element, free, room) if chunk < tokens else Streaming()
+    every, outputs, host, needed, away, short = _kept(run, shape, size, output, room, streaming, disk)
     kernel, gpu = kernel_of(shape, run, device, capability), workspace and device == "cuda"
     taken = kernel_workspace(shape, kernel, chunk, run.data.packed) if gpu else 0.0
     ahead = gpu and streaming.kv  # copies run ahead of the computation
     pages = streaming.keys * (streaming.on_device(True) - streaming.on_device(False)) if ahead else 0.0
     kept = [True] * (outputs > 0) + [False] * (outputs < max(1, shape.attending))
-    lines = [lines_at(_asked(shape, run, ranks, device, capability, streaming, save), rows) for save in kept]
+    lines = [lines_at(_asked(shape, run, ranks, device, capability, streaming, save), tokens) for save in kept]
     if every == len(lines) == 1 and not away:  # all layers are alike, as they were simulated
-        needed, host = needed + lines[0].host_at(rows) - host, lines[0].host_at(rows)
+        needed, host = needed + lines[0].host_at(tokens) - host, lines[0].host_at(tokens)
 
     def beside(place: str, kernels: bool, found: dict[str, float]) -> None:
         if kernels:
@@ -105,13 +105,13 @@ def activations(
         if streaming.hidden and gpu and in_layer(place):  # chunks on their way
             found["hidden states"] = found.get("hidden states", 0.0) + 2 * element * chunk * shape.width
 
-    best, where = _largest(lines, rows, held, beside)
+    best, where = _largest(lines, tokens, held, beside)
     if every > 1 and not streaming.hidden:  # a segment's inputs, made again, are on the device, with their outputs
-        best["checkpoints"] = best.get("checkpoints", 0.0) + (every - 1) * (row + output)
-    chunks = rows / chunk
+        best["checkpoints"] = best.get("checkpoints", 0.0) + (every - 1) * (size + output)
+    chunks = tokens / chunk
     return Activations(
         _bytes(best), where, host, needed, outputs / max(1, shape.attending), every, kernel, streaming.hidden,
-        copied_bytes(run, shape.layers, every, row, outputs * output, streaming, chunks, shape.attending),
+        copied_bytes(run, shape.layers, every, size, outputs * output, streaming, chunks, shape.attending),
         streaming.attention_share(chunks), away, short,
     )  # fmt: skip
 
@@ -129,12 +129,12 @@ def reference_activations(
         raise ValueError(f"preset 'paper' cannot share {shape.heads}/{shape.kv_heads} heads over sp={ranks} ranks")
     if shape.family not in REFERENCE:
         raise ValueError(f"preset 'paper' is not known for model='{shape.name}', a {shape.family}: use preset 'ours'")
-    rows = -(-seq_len // ranks) * run.data.batch_size
+    tokens = -(-seq_len // ranks) * run.data.batch_size
     tiles = {part: bool(run.options.tile(part)) for part in ("mlp", "loss")}
     options = {"tiles": {**tiles, "norm": False}, "offload": bool(run.options.offload)}
     own = RunConfig(model=run.model, options=Options.plain(checkpoint=True, **options))
-    best, where = _largest([lines_at(StepQuestion(own, ranks, "cuda", preset="paper"), rows)], rows, held)
-    host = shape.layers * rows * shape.width * 2 if run.options.offload else 0
+    best, where = _largest([lines_at(StepQuestion(own, ranks, "cuda", preset="paper"), tokens)], tokens, held)
+    host = shape.layers * tokens * shape.width * 2 if run.options.offload else 0
     return Activations(_bytes(best), where, host, host, 0.0, 1, "flash_attention_2", copied=2 * host)
 
 
@@ -148,13 +148,13 @@ def shared_by_reference(shape: Shape, ranks: int) -> bool:
 
 
 def _largest(
-    lines: Sequence[Lines], rows: int, held: Callable[[str], float],
+    lines: Sequence[Lines], tokens: int, held: Callable[[str], float],
     beside: Callable[[str, bool, dict[str, float]], None] = lambda *_: None,
 ) -> tuple[dict[str, float], str]:  # fmt: skip
     """(bytes by category, place) of the largest moment, each with what a simulation does not see."""
     best, where, most = dict[str, float](), "", -1.0
     for moment in (moment for one in lines for moment in one.moments):
-        found = moment.at(rows)
+        found = moment.at(tokens)
         beside(moment.place, moment.kernel, found)
         if (total := sum(found.values()) + held(part_of(moment.place))) > most:
             best, where, most = found, moment.place, total
@@ -189,13 +189,13 @@ def _by_blocks(
 ) -> Activations:  # fmt: skip
     """A model that runs block by block: `one` block is a sample of its own, beside pages of all layers' keys."""
     assert run.block is not None
-    length, rows, element = run.block * ranks, run.block * run.data.batch_size, element_bytes(run, device)
+    length, tokens, element = run.block * ranks, run.block * run.data.batch_size, element_bytes(run, device)
     heads = max(kv_needed(shape.heads, shape.kv_heads, ranks))
-    page = keys_and_values(rows * ranks, heads, shape.head_dim + shape.value_dim, element)
+    page = keys_and_values(tokens * ranks, heads, shape.head_dim + shape.value_dim, element)
     blocks = -(-seq_len // length)
     pages = shape.attending * page * (blocks - 1)  # the last block's are never kept
-    row, output = rows * shape.width * element, output_bytes(shape, rows, element)
-    kv = kv_on_host(run, shape.layers, row, output, pages, free, room, pages=pages)
+    size, output = tokens * shape.width * element, output_bytes(shape, tokens, element)
+    kv = kv_on_host(run, shape.layers, size, output, pages, free, room, pages=pages)
     ahead = 5 / 3 if gpu else 0
     taken = dict(one.device)
     taken["attention"] = taken.get("attention", 0) + (round(page * (1 + ahead)) if kv else pages)
@@ -210,7 +210,7 @@ def _by_blocks(
 
 
 def _kept(
-    run: RunConfig, shape: Shape, row: int, output: int, free: int | None, streaming: Streaming, disk: int
+    run: RunConfig, shape: Shape, size: int, output: int, free: int | None, streaming: Streaming, disk: int
 ) -> tuple[int, int, int, int, int, bool]:
     """What `MemoryPlan` decides: of how many layers one input is kept, layers whose attention outputs are kept, host
     bytes of both, the least host bytes that would do, bytes on the disk, and whether that is too small. What `auto`
@@ -225,11 +225,11 @@ def _kept(
         "streamed": run.chunk is not None, "travels": streaming.hidden, "tables": streaming.tables,
         "pages": streaming.keys * streaming.kv, "attending": shape.attending,
     }  # fmt: skip
-    every, outputs, needs, staged = kept_with_disk(room, disk, layers, row, output, save, **how)
-    least = kept_on_host(0, layers, row, output, save, **how)[2]
+    every, outputs, needs, staged = kept_with_disk(room, disk, layers, size, output, save, **how)
+    least = kept_on_host(0, layers, size, output, save, **how)[2]
     needs += outputs * output if save == "auto" else 0
-    away = bytes_away(room, needs, staged, layers * row + outputs * output)
-    short = bool(disk) and not staged and kept_with_disk(room, 2**62, layers, row, output, save, **how)[3] > 0
+    away = bytes_away(room, needs, staged, layers * size + outputs * output)
+    short = bool(disk) and not staged and kept_with_disk(room, 2**62, layers, size, output, save, **how)[3] > 0
     return every, outputs, needs + staged - away, needs + staged - away if staged else least, away, short
 
 
@@ -242,13 +242,13 @@ def kernel_of(shape: Shape, run: RunConfig, device: str, capability: int = 9) ->
     return sdpa_kernel(device, element_bytes(run, device), width, shape.softcap, capability)
 
 
-def kernel_workspace(shape: Shape, kernel: str, rows: float, packed: bool = False) -> float:
+def kernel_workspace(shape: Shape, kernel: str, tokens: float, packed: bool = False) -> float:
     """Bytes that a GPU's attention backward takes for itself: dQ summed in fp32 (flash-attn and cuDNN both), and with
     flash-attn 2 the gradients of keys and values of each query head, before they are summed. cuDNN leaves the documents
     of `packed` samples to flash-attn 2, whose dQ is longer by a block for each document."""
     if kernel == "blockwise":
         return 0.0
-    queries = rows * shape.heads * shape.head_dim
+    queries = tokens * shape.heads * shape.head_dim
     documents = packed and kernel in ("cudnn", *FLASH_2)
     expanded = (kernel in FLASH_2 or documents or shape.windowed) and shape.kv_heads < shape.heads
     more = FLASH_2_BLOCK / DOCUMENT * queries if documents else 0

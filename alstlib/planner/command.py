@@ -182,7 +182,7 @@ def read(args: argparse.Namespace) -> Request:
     if gpus == 0 and not (gpus := devices.device_count()):
         raise ValueError("gpus=0 means the GPUs of this machine, and it has none; give the number of GPUs to plan for")
     base = RunConfig(model=Model(name=args.model, dtype="bf16"), engine=Engine(sp=0))
-    whole = {"options.chunk": None}  # row chunks are one of the ways that the answer compares with whole layers
+    whole = {"options.chunk": None}  # chunks are one of the ways that the answer compares with whole layers
     run = row_config(PRESETS[args.preset], base).replace(**{**whole, **fields_of(args.set, "--set")})
     names = [name for name in (args.gpu or "").split(",") if name.strip()]
     every = gpus is None and not args.gpu_memory

@@ -3,8 +3,8 @@ fits.json, which comes with the library (papermill_runs/planner/public_fits.py w
 cache.
 
 For a model, options, a number of ranks and a kind of device, the bytes that are alive at a moment of a step are linear
-in the rows of a rank, as long as the same tiles are whole. So a step is simulated at two lengths between two sizes of a
-tile (or at whole chunks), and at no other length there. Without torch, unless something has to be simulated.
+in the tokens of a rank, as long as the same tiles are whole. So a step is simulated at two lengths between two sizes of
+a tile (or at whole chunks), and at no other length there. Without torch, unless something has to be simulated.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class Moment:
     kernel: bool
     """Whether it is in attention's backward, where a GPU's kernel has a workspace of its own."""
     line: Mapping[str, tuple[float, float]]
-    """Bytes of each category without any rows, and for each row."""
+    """Bytes of each category without any tokens, and for each row."""
 
-    def at(self, rows: float) -> dict[str, float]:
-        return {name: max(0.0, base + each * rows) for name, (base, each) in self.line.items()}
+    def at(self, tokens: float) -> dict[str, float]:
+        return {name: max(0.0, base + each * tokens) for name, (base, each) in self.line.items()}
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class StepQuestion:
 
     @property
     def text(self) -> str:
-        """All that the answer depends on but the rows; a model by its config, wherever that lies."""
+        """All that the answer depends on but the tokens; a model by its config, wherever that lies."""
         model = self.run.model
         config = overridden(find_config(model.name), model.config)
         fields = {name: value for name, value in not_default(self.run).items() if not name.startswith("model.")}
@@ -106,18 +106,18 @@ class StepQuestion:
 
 @dataclass(frozen=True)
 class Lines:
-    """What a step takes within a range of rows."""
+    """What a step takes within a range of tokens."""
 
     moments: Sequence[Moment]
     host: tuple[float, float]
-    """Bytes that wait on the host, without any rows and for each row."""
+    """Bytes that wait on the host, without any tokens and for each row."""
 
-    def host_at(self, rows: float) -> int:
-        return round(self.host[0] + self.host[1] * rows)
+    def host_at(self, tokens: float) -> int:
+        return round(self.host[0] + self.host[1] * tokens)
 
 
-def lines_at(question: StepQuestion, rows: int) -> Lines:
-    """The lines that hold for steps with so many rows on a rank.
+def lines_at(question: StepQuestion, tokens: int) -> Lines:
+    """The lines that hold for steps with so many tokens on a rank.
 
     Raises:
         ValueError: the model or an option is refused by `apply`; the message is its own.
@@ -125,13 +125,13 @@ def lines_at(question: StepQuestion, rows: int) -> Lines:
     text = question.text
     known = _known(text)
     for found in known:
-        if found["from"] <= rows <= found["to"]:
+        if found["from"] <= tokens <= found["to"]:
             moments = [Moment(place, kernel, line) for place, kernel, line in found["moments"]]
             return Lines(moments, tuple(found["host"]))
     asked = question.to_dict()
-    known.append(_ask("span", {"question": asked, "rows": rows}))
+    known.append(_ask("span", {"question": asked, "tokens": tokens}))
     _keep(text, {"span": {**asked, "run": not_default(question.run)}, "found": known})
-    return lines_at(question, rows)
+    return lines_at(question, tokens)
 
 
 def facts_of(name: str, overrides: Mapping[str, Any], trust_remote_code: bool) -> dict[str, Any]:

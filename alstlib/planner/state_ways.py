@@ -26,30 +26,30 @@ RECURRENCE = 0.1
 blocks of a sequence wait for each other. A nominal share, not measured."""
 
 
-def passes_of(run: RunConfig, rows: int) -> tuple[int, int]:
-    """`passes` of `state_seconds` for a slice of so many rows: under checkpoints a recompute is one more forward, and
+def passes_of(run: RunConfig, tokens: int) -> tuple[int, int]:
+    """`passes` of `state_seconds` for a slice of so many tokens: under checkpoints a recompute is one more forward, and
     knows the state that comes in; layers in chunks, and samples in blocks, begin with a forward without a graph."""
-    chunks, blocks = (tokens is not None and tokens < rows for tokens in (run.chunk, run.block))
+    chunks, blocks = (size is not None and size < tokens for size in (run.chunk, run.block))
     return (3, 3) if chunks else (1 + run.options.checkpoint + blocks, 1 + blocks)
 
 
-def counted(layer: StateLayer, rows: int, batch: int = 1) -> int:
+def counted(layer: StateLayer, tokens: int, batch: int = 1) -> int:
     """The largest product that the kernel of a recurrence counts in a call with so many tokens of each rank, whichever
     way it runs over ranks: one of its inputs, or Mamba-2's states of all chunks (`kernels.int32`)."""
     states = 0 if layer.matrix else layer.keys * layer.values // layer.chunk_size
-    return batch * rows * layer.heads * max(layer.values, layer.keys if layer.matrix else states)
+    return batch * tokens * layer.heads * max(layer.values, layer.keys if layer.matrix else states)
 
 
 def state_seconds(
-    layer: StateLayer, way: str, rows: int, ranks: int, *, batch: int = 1, passes: tuple[int, int] = (2, 1),
+    layer: StateLayer, way: str, tokens: int, ranks: int, *, batch: int = 1, passes: tuple[int, int] = (2, 1),
     rates: Rates | None = None, nodes: bool = False,
 ) -> tuple[float, float]:  # fmt: skip
     """(sending, computing): what a way, `pass` or `heads`, adds to one layer and step of one rank. What runs once in
     both (the recurrence itself) is in neither.
 
     Args:
-        rows: L, of the sequence or of a chunk.
-        batch: micro-batch rows.
+        tokens: L, of the sequence or of a chunk.
+        batch: samples.
         passes: over the layer before its backward, and those of them that make and exchange pairs.
         rates: of the machine; None: those of an H100.
         nodes: do the ranks lie on several nodes?
@@ -57,8 +57,8 @@ def state_seconds(
     rates, (forwards, pairs) = rates_of("H100") if rates is None else rates, passes
     link = rates.network if nodes else rates.link
     if way == "heads":
-        return batch * rows * (forwards + 1) * layer.exchanged(ranks) / link, 0.0
+        return batch * tokens * (forwards + 1) * layer.exchanged(ranks) / link, 0.0
     sent = (pairs + 1) * (ranks - 1) * layer.pair_bytes(batch)
     again = pairs * layer.forward_flops(layer.keys if layer.matrix else 0) + 2 * layer.forward_flops()
-    work = 0.0 if ranks == 1 else batch * rows * layer.heads * again
+    work = 0.0 if ranks == 1 else batch * tokens * layer.heads * again
     return sent / link, work / (RECURRENCE * rates.matmul)

@@ -63,10 +63,10 @@ def states_seconds(
 ) -> tuple[float, float]:
     """(exchange, computing) of all layers with a state in a step over one sample: a backward is twice a forward, and
     `state_seconds` says what the way over ranks adds. Each pass sends the last tokens of a slice or chunk too."""
-    rates, nodes, rows = machine.rates, ranks > machine.per_node, -(-seq_len // ranks)
-    passes, batch = passes_of(run, rows), run.data.batch_size
-    piece = min(rows, run.chunk or rows, run.block or rows)
-    pieces = -(-rows // piece)
+    rates, nodes, tokens = machine.rates, ranks > machine.per_node, -(-seq_len // ranks)
+    passes, batch = passes_of(run, tokens), run.data.batch_size
+    piece = min(tokens, run.chunk or tokens, run.block or tokens)
+    pieces = -(-tokens // piece)
     network = rates.network if nodes else rates.link
     tails = (passes[1] + 1.0) * (ranks - 1) * batch * element_bytes(run, "cuda") * of.tail / network
     one = of.flops * seq_len * batch * (2 + forwards) / (RECURRENCE * rates.matmul) / ranks

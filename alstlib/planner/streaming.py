@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from alstlib.base.config import RunConfig
-from alstlib.base.sizing import kept_on_host, keys_and_values, keys_leave, keys_left, kv_needed, page_rows
+from alstlib.base.sizing import kept_on_host, keys_and_values, keys_leave, keys_left, kv_needed, page_keys
 from alstlib.planner.gpus import Rates
 from alstlib.planner.model_shapes import Shape
 
@@ -50,9 +50,9 @@ class Streaming:
         return min(1.0, self.page * (2 + (5 / 3 if ahead else 0)))
 
 
-def output_bytes(shape: Shape, rows: int, element: int) -> int:
+def output_bytes(shape: Shape, tokens: int, element: int) -> int:
     """Bytes of one layer's attention output and its sums."""
-    return rows * shape.heads * (shape.value_dim * element + 4)
+    return tokens * shape.heads * (shape.value_dim * element + 4)
 
 
 def host_room(run: RunConfig, room: int | None) -> int:
@@ -61,39 +61,40 @@ def host_room(run: RunConfig, room: int | None) -> int:
 
 
 def kv_on_host(
-    run: RunConfig, layers: int, row: int, output: int, keys: int, free: int | None, room: int | None, **how: Any
+    run: RunConfig, layers: int, size: int, output: int, keys: int, free: int | None, room: int | None, **how: Any
 ) -> bool:
     """Do keys and values lie on the host? `how` goes to `sizing.kept_on_host`."""
     if run.options.place("kv") != "auto" or not run.options.offload or free is None:
         return run.options.place("kv") == "host"
     room = host_room(run, room)
-    needed = kept_on_host(room, layers, row, output, run.options.save_attention, **how)[2]
+    needed = kept_on_host(room, layers, size, output, run.options.save_attention, **how)[2]
     return keys_left(*keys_leave(keys, free, needed - room))
 
 
 def streaming_of(
-    shape: Shape, run: RunConfig, ranks: int, rows: int, element: int, free: int | None, room: int | None = None
+    shape: Shape, run: RunConfig, ranks: int, tokens: int, element: int, free: int | None, room: int | None = None
 ) -> Streaming:
     """What `hf.hidden_states.travels` and `MemoryPlan` decide, with `free` bytes of a device and `room` bytes of
     a host; None for plenty."""
     assert run.chunk is not None
     hidden = bool(run.options.offload) and run.options.place("hidden") != "device" and bool(run.options.tile("loss"))
     heads = max(kv_needed(shape.heads, shape.kv_heads, ranks))
-    keys = keys_and_values(rows * ranks, heads, shape.head_dim + shape.value_dim, element)
-    tables = 2 * rows * shape.head_dim * element if hidden else 0
-    row, output = rows * shape.width * element, output_bytes(shape, rows, element)
+    keys = keys_and_values(tokens * ranks, heads, shape.head_dim + shape.value_dim, element)
+    tables = 2 * tokens * shape.head_dim * element if hidden else 0
+    size, output = tokens * shape.width * element, output_bytes(shape, tokens, element)
     how = {"streamed": True, "travels": hidden, "tables": tables, "pages": keys, "attending": shape.attending}
-    free = free if hidden or free is None else free - 2 * row  # a layer's input and a gradient
-    kv = kv_on_host(run, shape.layers, row, output, keys, free, room, **how)
+    free = free if hidden or free is None else free - 2 * size  # a layer's input and a gradient
+    kv = kv_on_host(run, shape.layers, size, output, keys, free, room, **how)
     sparse = run.contrib.sparse or {}
-    page = sparse.get("page") or page_rows(run.chunk * ranks, rows * ranks)
+    page = sparse.get("page") or page_keys(run.chunk * ranks, tokens * ranks)
     ends = sparse.get("first", 1) + sparse.get("last", 1)  # as in `contrib.sparse`
     seen = (ends + sparse["top"], ends + sparse["top"] * heads) if sparse else (None, None)
-    return Streaming(hidden, kv, tables, keys, page / (rows * ranks), page // (run.chunk * ranks), *seen)
+    return Streaming(hidden, kv, tables, keys, page / (tokens * ranks), page // (run.chunk * ranks), *seen)
 
 
 def copied_bytes(
-    run: RunConfig, layers: int, every: int, row: int, outputs: int, streaming: Streaming, chunks: float, attending: int
+    run: RunConfig, layers: int, every: int, size: int, outputs: int, streaming: Streaming, chunks: float,
+    attending: int
 ) -> int:  # fmt: skip
     """Bytes that a step copies between device and host, in the direction that has more in each of its phases.
 
@@ -104,7 +105,7 @@ def copied_bytes(
     if not run.options.offload:
         return 0
     kept = -(-layers // every)
-    copied = (layers * 4 + (layers - kept) + 6) * row if streaming.hidden else 2 * kept * row
+    copied = (layers * 4 + (layers - kept) + 6) * size if streaming.hidden else 2 * kept * size
     copied += 2 * outputs
     if streaming.kv:
         visits = streaming.visits(chunks, streaming.fetched)
@@ -117,7 +118,7 @@ def least_chunk(shape: Shape, rates: Rates, ranks: int = 1, element: int = 2) ->
     """Tokens of a rank in the shortest chunk with which copies of keys and values hide behind attention: a page comes
     from the host for each chunk of queries, in backward with the sums of its gradients, which go back too."""
     pair = 2 * shape.heads * (shape.head_dim + shape.value_dim)  # FLOPs of a query and a key, of all ranks together
-    row = max(kv_needed(shape.heads, shape.kv_heads, ranks)) * (shape.head_dim + shape.value_dim)  # of one rank
-    forward = row * element / rates.host * rates.attention_forward / pair
-    backward = row * (element + 4) / rates.host * rates.attention_backward / (2.5 * pair)
+    per_token = max(kv_needed(shape.heads, shape.kv_heads, ranks)) * (shape.head_dim + shape.value_dim)  # of one rank
+    forward = per_token * element / rates.host * rates.attention_forward / pair
+    backward = per_token * (element + 4) / rates.host * rates.attention_backward / (2.5 * pair)
     return math.ceil(max(forward, backward))

@@ -111,9 +111,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _left_alone(spec: Spec, row: str, args: argparse.Namespace) -> str:
     """Why a row is not run; empty when it is."""
-    state = status.look(spec.out / row, spec.rows[row]).state
-    finished = state in results.FINISHED and not args.force
-    return f"{row}: it finished already: {state}; --force runs it again" if finished else ""
+    ended = status.look(spec.out / row, spec.rows[row]).status
+    finished = ended in results.FINISHED and not args.force
+    return f"{row}: it finished already: {ended}; --force runs it again" if finished else ""
 
 
 def _run_rows(spec: Spec, names: Sequence[str], args: argparse.Namespace, note: Callable[..., None]) -> int:

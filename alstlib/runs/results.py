@@ -103,7 +103,7 @@ def new_result(
         "mode": mode,
         "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "config": config.to_dict(),
-        "git": git_state(),
+        "git": git_facts(),
         "environment": environment(device, device_count),
         "metrics": dict(metrics or {}),
         "error": {"type": "", "message": "", "log_tail": "", **error} if error else None,
@@ -207,10 +207,10 @@ def version(path: Path) -> tuple[int, int] | None:
 
 def run_id(config: RunConfig) -> str:
     """12 hexadecimal digits that name a resolved configuration at the package's commit."""
-    return config.digest(git_state()["sha"])
+    return config.digest(git_facts()["sha"])
 
 
-def git_state(folder: str | Path | None = None) -> Json:
+def git_facts(folder: str | Path | None = None) -> Json:
     """`{"sha", "dirty"}` of the commit that `folder` (default: this package) is at; sha 'unknown' outside git.
 
     Only changes below `folder` make it dirty, so that a sweep that writes reports does not.

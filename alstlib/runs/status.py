@@ -27,7 +27,7 @@ from alstlib.runs.results import Json, differences
 from alstlib.runs.sweeps import Spec, opened, shown, sweeps
 
 FAILED = (*(s for s in results.STATUSES if s not in results.FINISHED), "interrupted", "unreadable")
-"""States of a row that failed."""
+"""Statuses of a row that failed."""
 EXIT = (
     "Exit status: 0 when all rows are finished; 1 when a row failed or was interrupted; 3 when rows are running or not "
     "yet run; 2 when the command was refused."
@@ -40,7 +40,7 @@ class Row:
 
     row: str
     folder: Path
-    state: str
+    status: str
     """running, ok, oom, stale, error, timeout, cancelled, interrupted, unreadable, or never run."""
     what: str = ""
     """A line for people."""
@@ -56,7 +56,7 @@ class Row:
         attempt left none."""
         attempts = sorted(self.folder.glob("logs/*/"), key=lambda folder: folder.stat().st_mtime)
         began = (self.folder / "progress.jsonl").exists()  # else it ended before ranks started: the logs are older
-        return first_failed(attempts[-1]) if self.state in FAILED and began and attempts else None
+        return first_failed(attempts[-1]) if self.status in FAILED and began and attempts else None
 
 
 def look(folder: Path, config: RunConfig | None, sweep: Json | None = None) -> Row:
@@ -66,8 +66,8 @@ def look(folder: Path, config: RunConfig | None, sweep: Json | None = None) -> R
     last = events[-1] if events else {}
     began = events[0]["time"] if events else running.get("row_since", now)
 
-    def row(state: str, what: str = "", **times: Any) -> Row:
-        return Row(row=folder.name, folder=folder, state=state, what=what, step=last.get("step"),
+    def row(status: str, what: str = "", **times: Any) -> Row:
+        return Row(row=folder.name, folder=folder, status=status, what=what, step=last.get("step"),
                    steps=last.get("steps"), **times)  # fmt: skip
 
     if locks.holder(folder) is not None or running.get("row") == folder.name:
@@ -111,7 +111,7 @@ class Sweep:
     problem: str
     """Why its spec cannot be used."""
     counts: Mapping[str, int]
-    """Number of rows by their state."""
+    """Number of rows by their status."""
     rows: Sequence[Row]
     next: Mapping[str, str]
     """Commands to type next, each with its reason."""
@@ -127,7 +127,7 @@ def look_at(source: Path, out: str | Path | None = None) -> Sweep:
         rows = [look(path, None) for path in (folder, *sorted(folder.glob("*/"))) if _is_run(path)]
     return Sweep(
         name=spec.name if spec else folder.resolve().name, folder=folder, spec=spec.path if spec else None,
-        holder=holder, problem=problem, counts=Counter(row.state for row in rows), rows=rows,
+        holder=holder, problem=problem, counts=Counter(row.status for row in rows), rows=rows,
         next=_following(folder, spec, rows, holder),
     )  # fmt: skip
 
@@ -140,10 +140,10 @@ def _following(folder: Path, spec: Spec | None, rows: Sequence[Row], holder: Jso
     def typed(verb: str) -> str:
         return spec.typed(verb) if spec else shlex.join(["alst", verb, shown(folder)])
 
-    failed, following = [row for row in rows if row.state in FAILED], {}
+    failed, following = [row for row in rows if row.status in FAILED], {}
     if failed and (log := failed[0].log()):
         following[shlex.join(["less", shown(log)])] = "see why the first of them failed"
-    if spec and not holder and any(row.state not in results.FINISHED for row in rows):
+    if spec and not holder and any(row.status not in results.FINISHED for row in rows):
         following[typed("run")] = "run all that is not finished"
     if any((row.folder / "result.json").exists() for row in rows):
         following[typed("report")] = "see the table and write a page"
@@ -160,8 +160,8 @@ def show(sweep: Sweep) -> None:
         print(f"run by {locks.describe(sweep.holder)}, at {sweep.holder.get('row', 'its start')}")
     print(sweep.problem)
     times = ("" if row.seconds is None else format_seconds(row.seconds) for row in sweep.rows)
-    rows = [[row.row, row.state, seconds, row.what] for row, seconds in zip(sweep.rows, times)]
-    console().print(listed(["row", "state", "time", ""], rows))
+    rows = [[row.row, row.status, seconds, row.what] for row, seconds in zip(sweep.rows, times)]
+    console().print(listed(["row", "status", "time", ""], rows))
     for command, why in sweep.next.items():
         print(f"next: {command}   # {why}")
 
@@ -181,10 +181,10 @@ def status(args: argparse.Namespace) -> int:
     elif found:
         rows = []
         for sweep in found:
-            counts = ", ".join(f"{number} {state}" for state, number in sweep.counts.items())
+            counts = ", ".join(f"{number} {status}" for status, number in sweep.counts.items())
             rows.append([sweep.name, counts, sweep.problem or shlex.join(["alst", "status", shown(sweep.folder)])])
         console(width=1000).print(listed(["sweep", "rows", "next"], rows))  # a command that is cut cannot be typed
     else:
         print(f"there are no runs below {launch.default_home() / launch.OUT}; start some with: alst run SPEC")
-    states = {state for sweep in found for state in sweep.counts} - {*results.FINISHED}
-    return 1 if states & {*FAILED} else 3 if states else 0
+    statuses = {status for sweep in found for status in sweep.counts} - {*results.FINISHED}
+    return 1 if statuses & {*FAILED} else 3 if statuses else 0

@@ -1,4 +1,4 @@
-"""Layers that run in chunks of rows, and models that run in blocks, so that working memory does not grow with the
+"""Layers that run in chunks of tokens, and models that run in blocks, so that working memory does not grow with the
 sequence.
 
 `chunked` runs a decoder layer chunk by chunk over one growing set of keys and values, which lie in `pages`;

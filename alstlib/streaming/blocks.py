@@ -1,18 +1,18 @@
 """Attention of a model that runs by blocks: the outer loop is over blocks of tokens, the inner loop over layers.
 
-Shape legend: B batch, S sequence, P ranks, L = S / P rows of this rank, C rows of a block on this rank, H query heads,
-K key/value heads, D key width, V value width.
+Shape legend: B batch, S sequence, P ranks, L = S / P tokens of this rank, C tokens of a block on this rank, H query
+heads, K key/value heads, D key width, V value width.
 
-Everything token-wise in a model needs only its own rows, so what a block hands to later blocks is each layer's keys and
-values. Forward runs the blocks in order without a graph and leaves these in pages, one for each block. Backward goes
-from the last block to the first: it recomputes a block with its graph and calls backward; attention adds what the block
-contributes to the gradients of earlier pages, and takes what later blocks have added to its own. Layers with a state
-hand that on instead (`carried`), and what each block began with is kept where pages are. What lies on the device is
-one block and few pages of one layer; what grows with the sequence is pages, and states before blocks. (SeCO and
+Everything token-wise in a model needs only its own tokens, so what a block hands to later blocks is each layer's keys
+and values. Forward runs the blocks in order without a graph and leaves these in pages, one for each block. Backward
+goes from the last block to the first: it recomputes a block with its graph and calls backward; attention adds what the
+block contributes to the gradients of earlier pages, and takes what later blocks have added to its own. Layers with a
+state hand that on instead (`carried`), and what each block began with is kept where pages are. What lies on the device
+is one block and few pages of one layer; what grows with the sequence is pages, and states before blocks. (SeCO and
 SeCOv2 run models this way.)
 
-A page keeps only the rows that a later block sees: under a sliding window its last ones, of a document that ends with
-the block none, and of the last block none. A block's own rows are made again by its recompute.
+A page keeps only the keys that a later block sees: under a sliding window its last ones, of a document that ends with
+the block none, and of the last block none. A block's own keys are made again by its recompute.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from alstlib.kernels.paged import Page
 from alstlib.kernels.spans import Documents, document_spans
 from alstlib.offload.courier import Courier
 from alstlib.streaming.carried import Carried, Step
-from alstlib.streaming.chunked import RowChunk
+from alstlib.streaming.chunked import LayerChunk
 from alstlib.streaming.pages import HeldPage, LayerPages
 from alstlib.ulysses.attention import UlyssesAttention
 
 
 def first_seen(documents: Documents, batch: int, length: int, end: int, window: int | None) -> int:
-    """The first row that any row from `end` on sees; `end` where no row before it is seen."""
+    """The first token that any token from `end` on sees; `end` where no token before it is seen."""
     if end >= length:
         return end
     begin = min(span.begin for span in document_spans(documents, batch, length, end, end + 1))
@@ -47,26 +47,26 @@ class BlockPages(LayerPages):
     """Keys and values of one layer, a page for each block, and the sums of their gradients.
 
     Args:
-        starts: the rows of the sequence at which blocks begin, and the end; they may change where no page is held.
+        starts: the places in the sequence at which blocks begin, and the end; they may change where no page is held.
     """
 
     def __init__(self, length: int, starts: Sequence[int], courier: Courier | None = None) -> None:
         super().__init__(length, length, courier)
         self.starts, self.held = starts, []
 
-    def find(self, row: int) -> tuple[int, int, int]:
-        index = bisect.bisect_right(self.starts, row, hi=len(self.starts) - 1) - 1
-        return index, row - self.starts[index], self.starts[index + 1] - row
+    def find(self, key: int) -> tuple[int, int, int]:
+        index = bisect.bisect_right(self.starts, key, hi=len(self.starts) - 1) - 1
+        return index, key - self.starts[index], self.starts[index + 1] - key
 
     def begin(self, first: int) -> None:
-        """The block whose rows begin here puts its keys and values in next, in place of what the page holds."""
+        """The block whose tokens begin here puts its keys and values in next, in place of what the page holds."""
         self.filled, self.open = first, None
         self.held += [HeldPage() for _ in range(len(self.held), len(self.starts) - 1)]
         page = self.held[self.find(first)[0]]
         page.device, page.host, page.first = [], [], 0
 
     def keep(self, first: int) -> None:
-        """Keep the open page's rows from row `first` of the sequence on, for later blocks."""
+        """Keep the open page's keys from token `first` of the sequence on, for later blocks."""
         index, self.open = self.open, None
         assert index is not None
         page = self.held[index]
@@ -101,17 +101,17 @@ class Blocks:
 
     Args:
         layers: of the model.
-        rows: L.
+        tokens: L.
         block: C; the last block may have fewer.
-        ranks: P. Block i of all of them is consecutive rows of the sequence (`alltoall.stripe`).
+        ranks: P. Block i of all of them is consecutive tokens of the sequence (`alltoall.stripe`).
     """
 
-    def __init__(self, layers: int, rows: int, block: int, ranks: int) -> None:
-        self.length, self.block, self.ranks = rows, block, ranks
-        self.count = -(-rows // block)
+    def __init__(self, layers: int, tokens: int, block: int, ranks: int) -> None:
+        self.length, self.block, self.ranks = tokens, block, ranks
+        self.count = -(-tokens // block)
         self.layers = layers
-        self.starts = [*range(0, rows * ranks, block * ranks), rows * ranks]
-        """The rows of the sequence at which blocks begin, and the end."""
+        self.starts = [*range(0, tokens * ranks, block * ranks), tokens * ranks]
+        """The places in the sequence at which blocks begin, and the end."""
         self.pages: list[BlockPages] = []
         """The pages of each layer; none until it is decided where they lie."""
         self.carried = Carried()
@@ -119,10 +119,10 @@ class Blocks:
 
     def begin(self, index: int, making: bool, seen: bool = True) -> None:
         """A block's pass begins: with `making` the forward without a graph, which leaves keys and values in the
-        pages. `seen`: later blocks see some of its rows, where rows follow at all."""
+        pages. `seen`: later blocks see some of its tokens, where tokens follow at all."""
         self.index, self.making, self.seen = index, making, seen
         self.first, self.last = self.starts[index : index + 2]
-        self.rows = slice(self.first // self.ranks, self.last // self.ranks)
+        self.tokens = slice(self.first // self.ranks, self.last // self.ranks)
         if not making:
             self.carried.drop(self.last)  # those that began with it are done
         self.calls = Counter[Hashable]()
@@ -133,8 +133,8 @@ class Blocks:
         self.carried.courier = courier
         self.pages = [BlockPages(self.length * self.ranks, self.starts, courier) for _ in range(self.layers)]
 
-    def kept_rows(self, window: int | None) -> int:
-        """Rows of the sequence that a layer's pages keep at most."""
+    def kept_tokens(self, window: int | None) -> int:
+        """Tokens of the sequence that a layer's pages keep at most."""
         page = min(self.block, self.length) * self.ranks
         return (self.count - 1) * (page if window is None else min(page, window - 1))
 
@@ -142,7 +142,7 @@ class Blocks:
         self, op: UlyssesAttention, q: Tensor, k: Tensor, v: Tensor, *, layer: int, saved: Saved | None = None,
         documents: Documents = None, window: int | None = None, **how: Any,
     ) -> Tensor:  # fmt: skip
-        """Attention of the block's rows in one layer: q [B, H, C, D], k [B, K, C, D], v [B, K, C, V] -> [B, H, C, V].
+        """Attention of the block's tokens in one layer: q [B, H, C, D], k [B, K, C, D], v [B, K, C, V] -> [B, H, C, V].
 
         Args:
             saved: as `UlyssesAttention` takes it, for a layer that is checkpointed inside its block.
@@ -153,7 +153,7 @@ class Blocks:
             return kept[0]
         pages, first, last, length = self.pages[layer], self.first, self.last, self.ranks * self.length
         keep = saved is not None and saved.active
-        piece = RowChunk(self.rows, first, last, graph, pages, keep=keep, kept=kept)
+        piece = LayerChunk(self.tokens, first, last, graph, pages, keep=keep, kept=kept)
         pages.begin(first)
         out = piece.attend(op, q, k, v, documents=documents, window=window, **how)
         if graph:
@@ -168,9 +168,9 @@ class Blocks:
 
     def carry(self, key: Hashable, step: Step, inputs: Sequence[Tensor]) -> Tensor:
         """The output for the block of a call of a part that hands something on; `key` is of the call."""
-        rows, length = (self.first, self.last), self.ranks * self.length
+        place, length = (self.first, self.last), self.ranks * self.length
         return self.carried.run(
-            key, step, inputs, rows, length, graph=torch.is_grad_enabled(), keep=self.making and self.seen
+            key, step, inputs, place, length, graph=torch.is_grad_enabled(), keep=self.making and self.seen
         )
 
     def done(self) -> None:

@@ -1,8 +1,8 @@
 """What a layer with a state hands from one chunk to the next, and the gradients that come back.
 
-To attention, a chunk needs the keys and values of all rows before it. To a layer with a state (`linear.pass_state`) it
-needs one state, and to its convolution the few tokens before the chunk: their size is constant. Forward hands them on.
-Backward, which goes from the last chunk to the first, needs those before *each* chunk: they are made once more, and
+To attention, a chunk needs the keys and values of all tokens before it. To a layer with a state (`linear.pass_state`)
+it needs one state, and to its convolution the few tokens before the chunk: their size is constant. Forward hands them
+on. Backward, which goes from the last chunk to the first, needs those before *each* chunk: they are made once more, and
 kept. A chunk is recomputed from what it began with; its backward begins with the gradient of what it handed on, which
 the chunk after it has left, and ends with the gradient of what it began with, which it leaves for the chunk before.
 """
@@ -19,7 +19,7 @@ from alstlib.base.recompute import first_order
 from alstlib.offload.courier import Courier
 
 Step = Callable[..., tuple[Tensor, Any]]
-"""(start= what the chunk begins with or None for zeros, first= its first row of the whole sequence, length= S) -> its
+"""(start= what the chunk begins with or None for zeros, first= its first token of the whole sequence, length= S) -> its
 output, what it hands on."""
 
 
@@ -28,9 +28,9 @@ class Carried:
 
     def __init__(self) -> None:
         self.before: dict[Hashable, dict[int, tuple[Tensor, Any]]] = {}
-        """What chunks begin with, by their first row; on the host with what a fetch has to wait for."""
+        """What chunks begin with, by their first token; on the host with what a fetch has to wait for."""
         self.grads: dict[tuple[Hashable, int], Tensor] = {}
-        """Gradients of what a chunk handed on whose turn in backward comes, by the row after its last."""
+        """Gradients of what a chunk handed on whose turn in backward comes, by the token after its last."""
         self.courier: Courier | None = None
         """Takes what chunks begin with to the host, and brings it back; None: it stays on the device."""
 
@@ -40,10 +40,10 @@ class Carried:
         return sum(tensor.nbytes for parts in self.before.values() for tensor, _ in parts.values())
 
     def run(
-        self, key: Hashable, step: Step, inputs: Sequence[Tensor], rows: tuple[int, int], length: int, *, graph: bool,
+        self, key: Hashable, step: Step, inputs: Sequence[Tensor], place: tuple[int, int], length: int, *, graph: bool,
         forget: bool = False, keep: bool = True,
     ) -> Tensor:  # fmt: skip
-        """One part's output for the chunk of rows [first, last).
+        """One part's output for the chunk of tokens [first, last).
 
         Args:
             inputs: the step's.
@@ -51,7 +51,7 @@ class Carried:
             forget: nobody will ask for what this chunk begins with again.
             keep: a later chunk will ask for what this one hands on.
         """
-        (first, last), before, start, courier = rows, self.before.setdefault(key, {}), None, self.courier
+        (first, last), before, start, courier = place, self.before.setdefault(key, {}), None, self.courier
         if first:
             start, sent = before.pop(first) if forget else before[first]
             start = start if courier is None else courier.fetch(start, after=sent)()[0]
@@ -76,7 +76,7 @@ class Carried:
         return out
 
     def drop(self, first: int) -> None:
-        """Let go of what the chunk began with whose rows begin here."""
+        """Let go of what the chunk began with whose tokens begin here."""
         for parts in self.before.values():
             parts.pop(first, None)
 

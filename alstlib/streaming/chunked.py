@@ -1,13 +1,15 @@
-"""A decoder layer runs in chunks of its rows: working memory is O(chunk), and the rest is on the device or on the host.
+"""A decoder layer runs in chunks of its tokens: working memory is O(chunk), and the rest is on the device or on the
+host.
 
-Shape legend: B batch, S sequence, P ranks, L = S / P rows of this rank, C rows of a chunk, H query heads, K key/value
-heads, D head width, E model width. Everything token-wise in a layer (norms, projections, RoPE, MLP, residual) needs
-only its own rows; attention needs the keys and values of all rows before. So the layer runs chunk by chunk over one
-growing set of keys and values, as a model with a cache generates; beyond its input and output, only these are whole.
+Shape legend: B batch, S sequence, P ranks, L = S / P tokens of this rank, C tokens of a chunk, H query heads, K
+key/value heads, D head width, E model width. Everything token-wise in a layer (norms, projections, RoPE, MLP, residual)
+needs only its own tokens; attention needs the keys and values of all tokens before. So the layer runs chunk by chunk
+over one growing set of keys and values, as a model with a cache generates; beyond its input and output, only these are
+whole.
 
 Forward makes no graph. Backward first makes the keys and values again (each chunk is left at its attention), then goes
 from the last chunk to the first: recompute one with its graph, back-propagate, add what it contributes to the gradients
-of earlier keys and values. When a chunk's turn comes, all that later rows contribute to its own is there, and goes on
+of earlier keys and values. When a chunk's turn comes, all that later tokens contribute to its own is there, and goes on
 into its projections. Exact for any length; the last chunk may be shorter.
 A layer with a state hands that on in place of keys and values (`streaming.carried`).
 
@@ -16,8 +18,8 @@ gradients lie on the device, or on the host, from where chunks of them visit the
 So do the keys and values, in pages (`pages`). (FPDT, arXiv 2408.16978, does this for attention; here whole layers are
 streamed.)
 
-With P ranks, rows are dealt out in stripes (`alltoall.stripe`): chunk i of all ranks together is P C consecutive rows
-of the sequence, so that its keys are complete when it runs.
+With P ranks, tokens are dealt out in stripes (`alltoall.stripe`): chunk i of all ranks together is P C consecutive
+tokens of the sequence, so that its keys are complete when it runs.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from alstlib.base.recompute import GradientSums, Replay, check_thread, first_order, those_that_train, unchanged
-from alstlib.base.sizing import page_rows
+from alstlib.base.sizing import page_keys
 from alstlib.kernels import paged
 from alstlib.kernels.spans import Documents
 from alstlib.offload.checkpoints import Segment
@@ -57,13 +59,13 @@ class KeysDone(Exception):
 
 
 @dataclass
-class RowChunk:
+class LayerChunk:
     """One chunk of one layer in one pass: what its attention is to do."""
 
-    rows: slice
-    """Rows of this rank."""
+    tokens: slice
+    """Its tokens in this rank's slice."""
     first: int
-    """Its rows of the whole sequence: [first, last)."""
+    """Its tokens in the whole sequence: [first, last)."""
     last: int
     graph: bool
     """Whether its backward follows."""
@@ -119,8 +121,8 @@ class RowChunk:
     def carry(self, key: Hashable, step: Step, inputs: Sequence[Tensor]) -> Tensor:
         """The output for this chunk of a call of a part that hands something on; `key` is of the call, and `inputs`
         are the step's."""
-        rows, forget = (self.first, self.last), not (self.graph or self.leaves_at)
-        out = self.carried.run(key, step, inputs, rows, self.pages.length, graph=self.graph, forget=forget)
+        place, forget = (self.first, self.last), not (self.graph or self.leaves_at)
+        out = self.carried.run(key, step, inputs, place, self.pages.length, graph=self.graph, forget=forget)
         if self.calls.total() == self.leaves_at:
             raise KeysDone
         return out
@@ -134,7 +136,7 @@ class RowChunk:
 
 class _ChunkAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, piece: RowChunk) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, piece: LayerChunk) -> Tensor:
         ctx.piece, layout = piece, piece.way.layout
         ctx.sinks = None if sinks is None else sinks.detach().clone()
         if piece.pages.filled == piece.first:  # the last chunk: no pass before this one has made its keys
@@ -170,8 +172,8 @@ class Stream:
     """One call of a layer that is streamed: how, and from its first pass to its backward what it keeps.
 
     Args:
-        run: (x [B, C, E], chunk) -> [B, C, E]: the layer on some rows; its attention goes to `RowChunk.attend`.
-        chunk: rows of this rank in a chunk.
+        run: (x [B, C, E], chunk) -> [B, C, E]: the layer on some tokens; its attention goes to `LayerChunk.attend`.
+        chunk: tokens of this rank in a chunk.
         ranks: P.
         device: where chunks run.
         store: where the layer's input and, with `keep`, attention outputs wait for backward.
@@ -186,7 +188,7 @@ class Stream:
         whole: calls a function of the layer's input in another layer's backward, with weights that an engine put away.
     """
 
-    run: Callable[[Tensor, RowChunk], Tensor]
+    run: Callable[[Tensor, LayerChunk], Tensor]
     chunk: int
     ranks: int
     device: torch.device
@@ -218,13 +220,13 @@ class Stream:
         # a layer that knew its segment would be a circle: tensors go when the graph goes
         return _Streamed.apply(self, segment or Segment(), torch.is_grad_enabled(), x, *self.params())
 
-    def chunks(self, rows: int, graph: bool, courier: Courier) -> list[RowChunk]:
-        p, length = self.ranks, rows * self.ranks
-        page = (self.choices.page if self.choices else None) or page_rows(min(self.chunk, rows) * p, length)
+    def chunks(self, tokens: int, graph: bool, courier: Courier) -> list[LayerChunk]:
+        p, length = self.ranks, tokens * self.ranks
+        page = (self.choices.page if self.choices else None) or page_keys(min(self.chunk, tokens) * p, length)
         pages, carried = LayerPages(length, page, courier if self.kv_on_host else None), Carried()
-        bounds = [*range(0, rows, self.chunk), rows]
+        bounds = [*range(0, tokens, self.chunk), tokens]
         return [
-            RowChunk(slice(lo, hi), p * lo, p * hi, graph, pages, self.choices, self.keep, carried=carried)
+            LayerChunk(slice(lo, hi), p * lo, p * hi, graph, pages, self.choices, self.keep, carried=carried)
             for lo, hi in itertools.pairwise(bounds)
         ]
 
@@ -233,11 +235,11 @@ class Stream:
         courier = Courier(self.store, self.device)
         way = courier if self.travels else None
         pieces, out = self.chunks(x.shape[1], False, courier), room_like(way, x)
-        for i, (piece, (part,)) in enumerate(zip(pieces, parts_of(way, _rows(pieces), x))):
+        for i, (piece, (part,)) in enumerate(zip(pieces, parts_of(way, _slices(pieces), x))):
             if first:
                 self.replays.append(Replay(self.device, self.module))
             with contextlib.nullcontext() if first else self.replays[i](), unchanged(part, self.module):
-                put_part(way, out, piece.rows, self.run(part, piece))
+                put_part(way, out, piece.tokens, self.run(part, piece))
             self.calls = piece.calls.total()
             if first and piece.kept:
                 self.tickets.append(self.store.ticket(part=True))
@@ -286,7 +288,7 @@ class _Streamed(torch.autograd.Function):
         grad_x = room_like(way, x) if stream.travels or store.mode == "none" else x
         pieces = stream.chunks(x.shape[1], True, courier)
         _keys(stream, way, x, [] if stream.tokenwise else pieces[:-1])
-        for part, upstream in parts_of(way, _rows(pieces[::-1]), x, grad):
+        for part, upstream in parts_of(way, _slices(pieces[::-1]), x, grad):
             piece, replay = pieces.pop(), replays.pop()
             piece.kept = store.get(tickets.pop(), courier.device) if tickets else []
             leaf = part.contiguous().detach().requires_grad_()
@@ -298,25 +300,25 @@ class _Streamed(torch.autograd.Function):
             with replay():
                 grads = list(torch.autograd.grad(y, [leaf, *params], upstream, allow_unused=True))
             del y, part, upstream
-            put_part(way, grad_x, piece.rows, grads.pop(0))
+            put_part(way, grad_x, piece.tokens, grads.pop(0))
             sums.add(grads, last=not pieces)
             del piece, grads, leaf
         courier.finish()
         return None, None, None, grad_x, *sums.done(needs)
 
 
-def _rows(pieces: Sequence[RowChunk]) -> list[slice]:
-    return [piece.rows for piece in pieces]
+def _slices(pieces: Sequence[LayerChunk]) -> list[slice]:
+    return [piece.tokens for piece in pieces]
 
 
-def _recompute(stream: Stream, leaf: Tensor, piece: RowChunk, replay: Replay) -> Tensor:
+def _recompute(stream: Stream, leaf: Tensor, piece: LayerChunk, replay: Replay) -> Tensor:
     with replay(), torch.enable_grad():
         return stream.run(leaf, piece)
 
 
-def _keys(stream: Stream, way: Courier | None, x: Tensor, pieces: Sequence[RowChunk]) -> None:
+def _keys(stream: Stream, way: Courier | None, x: Tensor, pieces: Sequence[LayerChunk]) -> None:
     """Make the keys and values of these chunks again, and what they hand on."""
-    for piece, replay, (part,) in zip(pieces, stream.replays, parts_of(way, _rows(pieces), x)):
+    for piece, replay, (part,) in zip(pieces, stream.replays, parts_of(way, _slices(pieces), x)):
         piece.graph, piece.leaves_at = False, stream.calls
         with replay(), contextlib.suppress(KeysDone):
             stream.run(part, piece)

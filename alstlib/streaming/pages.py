@@ -2,7 +2,7 @@
 
 Shape legend: B batch, S sequence, K key/value heads of this rank, R keys of a page, D key width, V value width.
 
-Pages are filled in order in forward. The page that is being filled, or whose rows are back-propagated, is *open*: it
+Pages are filled in order in forward. The page that is being filled, or whose tokens are back-propagated, is *open*: it
 lies on the device. The others come from the host one ahead of the computation (`Courier`), and in backward their sums
 go back to it. (FPDT, arXiv 2408.16978, double-buffers keys and values in the same way.)
 """
@@ -27,7 +27,7 @@ class HeldPage:
 
     def __init__(self) -> None:
         self.first = 0
-        """Rows of the page that are left out before those that it holds."""
+        """Keys of the page that are left out before those that it holds."""
         self.device: list[Tensor] = []
         """k and v [R, B, K, D]."""
         self.host: list[Tensor] = []
@@ -44,33 +44,33 @@ class LayerPages:
 
     Args:
         length: S.
-        rows: R; a chunk's rows lie in one page.
+        size: R; a chunk's keys lie in one page.
         courier: brings pages from the host and back; None: all of them stay on the device.
     """
 
-    def __init__(self, length: int, rows: int, courier: Courier | None = None) -> None:
-        self.length, self.rows, self.courier = length, rows, courier
-        self.held = [HeldPage() for _ in range(-(-length // rows))]
+    def __init__(self, length: int, size: int, courier: Courier | None = None) -> None:
+        self.length, self.size, self.courier = length, size, courier
+        self.held = [HeldPage() for _ in range(-(-length // size))]
         self.filled = 0
-        """Rows that are in place."""
+        """Keys that are in place."""
         self.open: int | None = None
 
-    def find(self, row: int) -> tuple[int, int, int]:
-        """The page of a row of the sequence, the row's place in it, and the number of rows from there to its border."""
-        index, place = divmod(row, self.rows)
-        return index, place, self.rows - place
+    def find(self, key: int) -> tuple[int, int, int]:
+        """The page of a key of the sequence, the key's place in it, and the number of keys from there to its border."""
+        index, place = divmod(key, self.size)
+        return index, place, self.size - place
 
     def fill(self, k: Tensor, v: Tensor) -> None:
-        """Put the next rows, k [B, K, C, D] and v [B, K, C, V], in place."""
+        """Put the next keys, k [B, K, C, D] and v [B, K, C, V], in place."""
         index, first, left = self.find(self.filled)
         self._open(index)
-        page, rows = self.held[index], [t.permute(2, 0, 1, 3) for t in (k, v)]
+        page, new = self.held[index], [t.permute(2, 0, 1, 3) for t in (k, v)]
         if not page.device:
             room = min(first + left, self.length - self.filled + first)
-            page.device = [t.new_empty(room, *t.shape[1:]) for t in rows]
-        for held, t in zip(page.device, rows):
+            page.device = [t.new_empty(room, *t.shape[1:]) for t in new]
+        for held, t in zip(page.device, new):
             held[first : first + len(t)].copy_(t)
-        self.filled += len(rows[0])
+        self.filled += len(new[0])
 
     def _open(self, index: int) -> None:
         """Let this page lie on the device, and the one that did before go to the host, or go altogether where backward
@@ -125,7 +125,7 @@ class LayerPages:
         return self.courier.fetch(*wanted, after=page.sent) if wanted and self.courier is not None else None
 
     def own(self, page: Page, first: int, last: int, dtype: torch.dtype) -> list[Tensor]:
-        """Gradients [B, K, last - first, D] of the keys and values of rows [first, last), which lie in this page."""
+        """Gradients [B, K, last - first, D] of the keys and values of tokens [first, last), which lie in this page."""
         assert page.sums is not None
         at = self.find(first)[1]
         return [t[:, :, at : at + last - first].to(dtype) for t in page.sums]
@@ -151,5 +151,5 @@ class PageChooser(Protocol):
     def of(
         self, q: Tensor, k: Tensor, first: int, last: int, pages: LayerPages, documents: Documents, exchange: Exchange
     ) -> Choice:
-        """What rows [first, last) of the sequence see: q [B, H, C, D] and k [B, K, C, D] are this rank's of them.
+        """What tokens [first, last) of the sequence see: q [B, H, C, D] and k [B, K, C, D] are this rank's of them.
         Collective over the SP group."""

@@ -7,8 +7,8 @@ Each rank computes the log-probabilities of its slice of the chosen and the reje
 then gets those of all slices, 8 bytes for each token. From them DPOTrainer computes its loss and its metrics with its
 own formulas, so that every type of loss is TRL's.
 
-Shape legend: P pairs of a micro-batch, whose 2P rows are the chosen samples and then the rejected ones, S tokens of a
-row, L tokens of this rank's slice.
+Shape legend: P pairs of a micro-batch, whose 2P samples are the chosen samples and then the rejected ones, S tokens of
+a row, L tokens of this rank's slice.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from alstlib.base.units import IGNORE
 from alstlib.hf.token_logps import TokenLogps, token_logps
-from alstlib.trainers.logps_trainer import LogpsMixin, whole_rows
+from alstlib.trainers.logps_trainer import LogpsMixin, whole_samples
 from alstlib.trainers.trainer_checks import check_preferences, check_trees
 from alstlib.trees.tree_step import OfStatistics, tree_step
 
@@ -163,14 +163,14 @@ class DPOTrainerMixin(LogpsMixin):
 
 
 def _score(model: nn.Module, inputs: Mapping[str, Any], trainer: DPOTrainerMixin, **_: Any) -> Any:
-    """What TRL's fused head returns of whole rows, each fp64 [2P, S-1], from the slices of all ranks."""
+    """What TRL's fused head returns of whole samples, each fp64 [2P, S-1], from the slices of all ranks."""
     if trainer.trees is not None:  # the reference's, without gradients
         whole = inputs[PAIRS]
         return SimpleNamespace(log_probs=as_rows(tree_step(model, trajectories_of(whole), trainer.trees).logps, whole))
     ctx, length = trainer.ctx, inputs[PAIRS]["input_ids"].shape[1]
     found = token_logps(model, {n: t for n, t in inputs.items() if n != PAIRS}, statistics=True)
     part = torch.stack([t.double() for t in found])  # sums over many tokens lose their last digits in fp32
-    logps, entropy, correct, mean_logits = whole_rows(part, ctx)[..., : length - 1]
+    logps, entropy, correct, mean_logits = whole_samples(part, ctx)[..., : length - 1]
     return SimpleNamespace(log_probs=logps, entropy=entropy, is_top1=correct.bool(), mean_logits=mean_logits)
 
 
@@ -182,7 +182,7 @@ def trajectories_of(whole: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
 
 
 def as_rows(values: Sequence[Tensor], whole: Mapping[str, Tensor]) -> Tensor:
-    """Values of the trajectories as those of whole rows [2P, S-1], 0 in padding; numbers are fp64."""
+    """Values of the trajectories as those of whole samples [2P, S-1], 0 in padding; numbers are fp64."""
     real = whole["attention_mask"].bool().to(values[0].device)
     flat = torch.cat([*values])
     rows = torch.zeros(real.shape, dtype=torch.bool if flat.dtype == torch.bool else torch.float64, device=flat.device)

@@ -6,11 +6,11 @@ GRPOTrainer or RLOOTrainer.
 
 - *Completions.* The completions of a replica are dealt to the ranks of its SP group. Each rank generates and rewards
   its own as a process of the plain trainer does, on whole prompts. Then every rank of the group gets all of them.
-- *Log-probabilities.* Where TRL's trainer asks for those of whole rows, each rank computes those of its slice. Every
+- *Log-probabilities.* Where TRL's trainer asks for those of whole samples, each rank computes those of its slice. Every
   rank then gets all of them, and computes TRL's loss and metrics with TRL's own formulas.
 
-Shape legend: B rows of a micro-batch, S tokens of a row (P of the prompt, padded on the left, and C of the completion,
-padded on the right), N rows of a batch that is generated at once.
+Shape legend: B samples of a micro-batch, S tokens of a sample (P of the prompt, padded on the left, and C of the
+completion, padded on the right), N samples of a batch that is generated at once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from alstlib.base.units import IGNORE
 from alstlib.hf.token_logps import token_logps
-from alstlib.trainers.logps_trainer import LogpsMixin, whole_rows
+from alstlib.trainers.logps_trainer import LogpsMixin, whole_samples
 from alstlib.trainers.trainer import TrainerMixin
 from alstlib.trainers.trainer_checks import check_rollouts
 
@@ -181,7 +181,7 @@ class GRPOTrainerMixin(LogpsMixin):
         (part,) = self._share([{name: t.gather(1, order) for name, t in known.items()}])
         with self.accelerator.autocast():
             found = token_logps(model, self._prepare_inputs(part), statistics=True, temperature=self.temperature)
-        both = whole_rows(torch.stack([found.logps, found.entropy.to(found.logps.dtype)]), self.ctx)
+        both = whole_samples(torch.stack([found.logps, found.entropy.to(found.logps.dtype)]), self.ctx)
         both = F.pad(both, (0, length - both.shape[-1]))  # as long as before; a token's value lies at the one before it
         back = ((at[-keep:] - left - 1) % length).to(device)
         logps, entropy = both.gather(2, back.expand(2, -1, -1))

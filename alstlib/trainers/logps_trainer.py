@@ -1,7 +1,7 @@
 """What the mixins before those trainers of TRL share whose losses are made of log-probabilities: a reference model that
-is attached too, metrics of replicas, and the values of whole rows from the slices of all ranks.
+is attached too, metrics of replicas, and the values of whole samples from the slices of all ranks.
 
-Shape legend: B rows of a micro-batch, L tokens of this rank's slice, S = sp * L tokens of a whole row.
+Shape legend: B samples of a micro-batch, L tokens of this rank's slice, S = sp * L tokens of a whole sample.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class LogpsMixin(TrainerMixin):
             del accelerator.gather, accelerator.gather_for_metrics
 
 
-def whole_rows(own: Tensor, ctx: SPContext) -> Tensor:
-    """Values [..., B, S] of whole rows, of those [..., B, L] of the slices of all ranks of an SP group, which compute
-    the same loss from them."""
+def whole_samples(own: Tensor, ctx: SPContext) -> Tensor:
+    """Values [..., B, S] of whole samples, of those [..., B, L] of the slices of all ranks of an SP group, which
+    compute the same loss from them."""
     before = ctx.sp_rank * own.shape[-1]
     return OverRanks.apply(F.pad(own, (before, (ctx.sp - 1) * own.shape[-1] - before)), ctx)

@@ -1,7 +1,7 @@
 """The predictions of an evaluation whose samples are divided among ranks: logits, or what a function makes of each tile
 of them.
 
-Shape legend: B rows of a micro-batch, S tokens of a row, L tokens of one rank, t tokens of a tile, V vocabulary.
+Shape legend: B samples of a micro-batch, S tokens of a sample, L tokens of one rank, t tokens of a tile, V vocabulary.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def spread_neftune(handle: Handle) -> Any:
     def add(module: Any, args: Any, out: Tensor) -> Tensor:
         if not module.training:
             return out
-        length = None if handle.state is None else handle.state.inputs.row_length
+        length = None if handle.state is None else handle.state.inputs.sample_length
         bound = module.neftune_noise_alpha / ((length or out.shape[1] * ctx.sp) * out.shape[2]) ** 0.5
         seed = int(torch.randint(2**62, ())) + ctx.sp_rank
         g = torch.Generator(out.device).manual_seed(seed)

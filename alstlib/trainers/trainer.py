@@ -219,7 +219,7 @@ class TrainerMixin(Base):
                 lengths.append(len(read["input_ids"][0]))
 
         return [
-            {**part, "row_length": n}
+            {**part, "sample_length": n}
             for part, n in zip(
                 share_step(rows(), self.ctx, self.args.gradient_accumulation_steps, self._images), lengths
             )
@@ -351,8 +351,8 @@ class TrainerMixin(Base):
             self.preprocess_logits_for_metrics = self._shown
 
     def _gather_replicas(self, data: Any, repeated: bool = False) -> Any:
-        """What each replica has, once, without the samples that were repeated to fill the last batch, unless these are
-        asked for too; of a number all replicas'."""
+        """The values of every replica, without those of samples that were repeated to fill the last batch, unless these
+        are asked for too. A number gives one value for each replica."""
         from accelerate.utils import recursively_apply
 
         state = self.accelerator.gradient_state

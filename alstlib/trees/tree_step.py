@@ -201,7 +201,7 @@ class Path(Blocks):
         super().__init__(layers, rows, rows, ranks)
         self.count, self.starts[:] = count, [0]
 
-    def kept_rows(self, window: int | None) -> int:
+    def kept_tokens(self, window: int | None) -> int:
         rows = self.length * self.ranks
         return rows if window is None else min(rows, self.count * (window - 1))
 
@@ -318,7 +318,7 @@ class _Walk:
         if part.number == 0 and (making or not part.seen):
             path.enter(part.at, part.starts)
         path.begin(part.at, making, part.seen)
-        rows = path.rows.stop - path.rows.start
+        rows = path.tokens.stop - path.tokens.start
         first = path.first - node.begin + ctx.sp_rank * rows
         begin, end = torch.searchsorted(node.rows, torch.tensor([first, first + rows])).tolist()
         # one row at least, so that the head is part of every rank's graph

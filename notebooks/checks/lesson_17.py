@@ -59,9 +59,9 @@ def hidden_rows(answer: Callable[[], Any]) -> str:
 
 def _fetched(tokens: int, chunk: int) -> int:
     """Elements that come to the device in backward: the lesson's model, chunk by chunk and page by page."""
-    from alstlib.base.sizing import page_rows
+    from alstlib.base.sizing import page_keys
 
-    layers, width, heads, pair, page = 2, 128, 4, 128, page_rows(chunk, tokens)
+    layers, width, heads, pair, page = 2, 128, 4, 128, page_keys(chunk, tokens)
     came = 3 * width * tokens  # around the layers
     for _ in range(layers):
         came += (tokens - chunk) * width  # to make the keys and values again
@@ -108,7 +108,7 @@ EXERCISES = {
         check=factor,
         hints=(
             "Half as many pages, each twice as long, and half as many chunks: what becomes of the visits?",
-            "`moved(S, chunk, page_rows(chunk, S))` gives the elements for each token, sent and fetched in each pass.",
+            "`moved(S, chunk, page_keys(chunk, S))` gives the elements for each token, sent and fetched in each pass.",
         ),
         mistakes=(lambda: 2, lambda: 2.33, lambda: 4),
     ),

@@ -29,7 +29,7 @@ def again(entry: Mapping[str, Any]) -> dict[str, Any]:
         found = [answer("facts", asked)]
     else:
         question = {**entry["span"], "run": RunConfig.from_dict(entry["span"]["run"]).to_dict()}
-        found = [answer("span", {"question": question, "rows": one["to"]}) for one in entry["found"]]
+        found = [answer("span", {"question": question, "tokens": one["to"]}) for one in entry["found"]]
     return {**entry, "found": found}
 
 

@@ -1,4 +1,4 @@
-"""Every kernel for CUDA is called as it wants to be called, in one piece and in row chunks, whatever the attention."""
+"""Every kernel for CUDA is called as it wants to be called, in one piece and in chunks, whatever the attention."""
 
 import pytest
 import torch

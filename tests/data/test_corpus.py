@@ -404,5 +404,5 @@ def test_collate():
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 0, 0], [1] * 5]
     shard = shard_batch(batch, 2, 0)
     assert shard["cu_seqlens"].tolist() == [0, 1, 3, 6, 11, 12]
-    assert shard["row_tokens"].tolist() == [3, 5]
+    assert shard["sample_tokens"].tolist() == [3, 5]
     assert set(collate([{"input_ids": [1, 2], "labels": [1, 2]}] * 2)) == {"input_ids", "labels"}

@@ -99,10 +99,10 @@ token_type_ids: [[0]]                            -> \['token_type_ids'\] cannot 
 position_ids: [[0, 1, 5, 6]]                     -> position_ids\[0, 2\]=5
 position_ids: [[1, 2, 3, 4]]                     -> position_ids\[0, 0\]=1
 position_ids: [[0]]                              -> position_ids has shape
-document_lengths: [[2, 1]]                       -> must sum to the micro-batch row's 4
-document_lengths: [[2, 2], [4]]                  -> has 2 rows
+document_lengths: [[2, 1]]                       -> must sum to the sample's 4
+document_lengths: [[2, 2], [4]]                  -> has 2 samples
 cu_seqlens: [0, 3, 2, 4]                         -> must rise from 0
-{input_ids: [[1], [3]], labels: [[1], [3]], cu_seqlens: [0, 2]} -> must have the start of each micro-batch row
+{input_ids: [[1], [3]], labels: [[1], [3]], cu_seqlens: [0, 2]} -> must have the start of each sample
 {position_ids: [[0, 1, 2, 3]], document_lengths: [[2, 2]]} -> give one of them
 attention_mask: [[0, 1, 1, 1]]                   -> padding on the right
 labels: [[1, 2, 3, -1]]                          -> labels hold -1

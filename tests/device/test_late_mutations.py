@@ -94,8 +94,8 @@ MUTATIONS = {
     ),
     "chunks: backward from the first on": Mutation(
         chunked._Streamed.backward,
-        "_rows(pieces[::-1]), x, grad):\n            piece, replay = pieces.pop(), replays.pop()",
-        "_rows(pieces), x, grad):\n            piece, replay = pieces.pop(0), replays.pop(0)", HOST,
+        "_slices(pieces[::-1]), x, grad):\n            piece, replay = pieces.pop(), replays.pop()",
+        "_slices(pieces), x, grad):\n            piece, replay = pieces.pop(0), replays.pop(0)", HOST,
     ),
     "blocks: sums of the last keys at the first": Mutation(
         pages._padded, "[sums.new_zeros(lacking, *sums.shape[1:]), sums]",

@@ -129,14 +129,14 @@ class Chain:
         row = status.look_at(self.folder / "spec.yaml", self.folder / "out").rows[0]
         wrong = [f"{len(left)} processes are left: {'; '.join(left.values())}"] if left else []
         wrong += ["the command goes on"] if code is None else []
-        if row.state not in (*status.FAILED, "never run", "ok"):
-            wrong.append(f"alst status tells {row.state}: {row.what}")
-        if row.state == "ok" and len(self.losses()) != STEPS:
+        if row.status not in (*status.FAILED, "never run", "ok"):
+            wrong.append(f"alst status tells {row.status}: {row.what}")
+        if row.status == "ok" and len(self.losses()) != STEPS:
             wrong.append(f"the result is ok, with {len(self.losses())} losses")
-        if row.state != "ok" and code == 0:
+        if row.status != "ok" and code == 0:
             wrong.append("the command ended with exit status 0")
         what, name = "; ".join(wrong), signal.Signals(number).name
-        cells = (self.number, moment, victim, name, code, row.state, f"{seconds:.0f} s", what or "ok")
+        cells = (self.number, moment, victim, name, code, row.status, f"{seconds:.0f} s", what or "ok")
         return what, f"| {' | '.join(map(str, cells))} |"
 
     def losses(self):

@@ -38,7 +38,7 @@ def fails(out, run=RUN, fault=""):
     result = results.read_result(out / "result.json")
     assert result == raised.value.result
     row = status.look_at(out).rows[0]
-    assert row.state == result["status"]
+    assert row.status == result["status"]
     assert row.what == results.why(result).splitlines()[0]
     return result
 

@@ -1,4 +1,4 @@
-"""Blocks of experts in tiles: their router's outputs and loss, left as they are where they mix tokens, O(tile). The net
+"""MoE layers in tiles: their router's outputs and loss, left as they are where they mix tokens, O(tile). The net
 of whole steps (tests/matrix.py) has their gradients."""
 
 import gc

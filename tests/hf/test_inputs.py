@@ -37,7 +37,7 @@ REFUSED = [
     ({"seq_idx": (ARANGE > 4).int()}, "seq_idx alone .*give position_ids or cu_seqlens"),
     (
         {"cu_seq_lens_q": torch.tensor([0, 5, 12]), "position_ids": ARANGE},
-        "do not fit cu_seqlens: micro-batch row 0, token 5 has position 5 where its document is at 0",
+        "do not fit cu_seqlens: sample 0, token 5 has position 5 where its document is at 0",
     ),
     ({"input_ids": None}, "needs input_ids or inputs_embeds"),
     (
@@ -50,7 +50,7 @@ REFUSED = [
     ({"position_ids": ARANGE[:, 1:]}, r"position_ids \[1, 11\] do not belong to inputs of 1 x 12 tokens"),
     (
         {"position_ids": torch.tensor([[0, 1, 2, 3, 1, 2, 3, 4, 5, 6, 7, 8]])},
-        "do not fit documents that begin with 0: micro-batch row 0, token 4 has position 1 where",
+        "do not fit documents that begin with 0: sample 0, token 4 has position 1 where",
     ),
     (
         {"cu_seqlens": [0, 5, 11]},

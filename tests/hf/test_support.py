@@ -19,7 +19,7 @@ from cases import ALL_ON, on_ranks, sample_of, small_pages
 
 import alstlib
 from alstlib.planner.measure import verify
-from alstlib.runs.results import git_state
+from alstlib.runs.results import git_facts
 
 TILES = {"tiles": {"mlp": 5, "loss": 7, "norm": 6}}
 OPTIONS = {
@@ -68,7 +68,7 @@ def models():
     if OUT:
         path = Path(OUT) / f"transformers-{transformers.__version__}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        about = {"transformers": transformers.__version__, "torch": torch.__version__.split("+")[0], "git": git_state()}
+        about = {"transformers": transformers.__version__, "torch": torch.__version__.split("+")[0], "git": git_facts()}
         path.write_text(json.dumps({**about, "models": made}, indent=1, sort_keys=True) + "\n")
 
 

@@ -54,7 +54,7 @@ def step_on_rank(rank, world, name, parts, *, engine="average", change=None, dty
         with handle.as_its_own():
             loss, want = plain_vlm(train, [one for row in rows for one in row])
         driven = fsdp2(train) if engine == "fsdp2" else engine_of(train, engine) if world > 1 else train
-        whole = (rows_of if change == "padded rows" else joined)(rows[ctx.dp_rank])
+        whole = (rows_of if change == "padded samples" else joined)(rows[ctx.dp_rank])
         loader = alstlib.SPDataLoader([whole], ctx, replicated=True, images=handle.images)
         (given,) = loader
         if block is None:
@@ -153,7 +153,7 @@ def test_videos_are_exact(ranks2):
 def rows_on_rank(rank, world):
     parts = [[3, "image", 2, "image", 4], [2, "image", 17]]
     names = ("llava", "qwen2_vl", "idefics3")
-    return [in_fp64(rank, world, name, {name: parts}, change="padded rows")[name] for name in names]
+    return [in_fp64(rank, world, name, {name: parts}, change="padded samples")[name] for name in names]
 
 
 def test_padded_rows_are_exact(ranks2):

@@ -15,7 +15,7 @@ ON_THE_CPU = {
     ("recompute", "has_moved"),  # random states lie on the CPU, a GPU's too
     ("logits", "check_labels"),  # labels are checked on a CPU only
     ("inputs", "_check_positions"),  # and so are positions
-    ("inputs", "_real_tokens"),  # row_tokens are always there
+    ("inputs", "_real_tokens"),  # sample_tokens are always there
     ("inputs", "check_number"),  # numbers of a batch are looked at on a CPU only
     ("causal_lm_loss", "check_batch"),  # step_tokens too
 }

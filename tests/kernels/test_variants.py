@@ -1,4 +1,4 @@
-"""Attention variants: sliding windows, soft caps, sinks, values of another width; whole and in row chunks."""
+"""Attention variants: sliding windows, soft caps, sinks, values of another width; whole and in chunks."""
 
 import itertools
 

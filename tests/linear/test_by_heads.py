@@ -24,7 +24,7 @@ LENGTHS = {
     "whole": (2, 12, None), "packed": (1, 24, (0, 2, 6, 7, 12, 23, 24)),
     "rows of their own": (2, 12, (0, 1, 12, 13, 24)),
 }  # fmt: skip
-"""Micro-batch rows, tokens of each, and offsets of documents."""
+"""Samples, tokens of each, and offsets of documents."""
 
 
 @pytest.mark.parametrize("case", LENGTHS.values(), ids=LENGTHS)

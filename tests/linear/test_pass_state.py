@@ -34,7 +34,7 @@ CASES = {
         2, 42, (0, 4, 9, 13, 16, 21, 25, 27, 30, 34, 39, 41, 42, 47, 52, 56, 60, 65, 70, 74, 78, 83, 84),
     ),
 }  # fmt: skip
-"""Micro-batch rows, tokens of each, and offsets of documents."""
+"""Samples, tokens of each, and offsets of documents."""
 
 
 def gated_inputs(batch, length, heads, groups):

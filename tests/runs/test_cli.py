@@ -125,7 +125,7 @@ def test_status_of_what_ended(sweep, alst, answer):
     assert all(len(line) <= 100 for line in shown.partition("next:")[0].splitlines())
     assert f"next: alst run {spec} " in shown
     assert made["counts"] == {"ok": 1, "error": 1}
-    assert [(r["row"], r["state"]) for r in (good, bad)] == [("good", "ok"), ("bad", "error")]
+    assert [(r["row"], r["status"]) for r in (good, bad)] == [("good", "ok"), ("bad", "error")]
     assert good["seconds"] > 0
     assert f"less {bad['log']}" in shown
     assert "rank one is broken" in Path(bad["log"]).read_text()
@@ -257,7 +257,7 @@ def test_the_log_to_look_at_exists_and_is_of_the_newest_attempt(tmp_path):
         make_file(path, text)
         os.utime(path, (time.time() - age,) * 2)
         log = path if shown else log
-        assert status.Row(row="r", folder=tmp_path, state="error").log() == log
+        assert status.Row(row="r", folder=tmp_path, status="error").log() == log
         (tmp_path / "progress.jsonl").touch()  # the next one starts ranks
 
 
@@ -282,7 +282,7 @@ def test_what_runs_runs_once_and_ends_with_its_sweep(tmp_path, alst, answer):
         assert wait_for(lambda: len(list(out.glob("one/started.[01]"))) == 2, 120)
         made = answer(f"status {spec}", 3)
         row = made["rows"][0]
-        assert (row["state"], row["step"], row["steps"]) == ("running", 2, 2)
+        assert (row["status"], row["step"], row["steps"]) == ("running", 2, 2)
         assert row["seconds"] > 0
         shown = alst(f"status {spec}", 3)
         assert f"run by process {sweep.pid} on " in shown

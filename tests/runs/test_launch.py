@@ -137,7 +137,7 @@ def test_a_finished_run_is_not_run_again(finished_run, monkeypatch):
     monkeypatch.setattr(torchrun, "start", lambda *a: pytest.fail("torchrun was started"))
     assert start("environ", out) == result
     assert launch.finished(fake("environ", seq_len=4096), out) is None
-    monkeypatch.setattr(results, "git_state", lambda: {"sha": "another", "dirty": False})
+    monkeypatch.setattr(results, "git_facts", lambda: {"sha": "another", "dirty": False})
     assert launch.finished(fake("environ"), out) is None
 
 

@@ -41,9 +41,9 @@ def test_git_state(tmp_path):
         who = ["-c", "user.name=a", "-c", "user.email=a@b"]
         subprocess.run(["git", "-C", tmp_path, *who, *args], check=True, stdout=subprocess.DEVNULL)
 
-    assert results.git_state(tmp_path) == {"sha": "unknown", "dirty": None}
+    assert results.git_facts(tmp_path) == {"sha": "unknown", "dirty": None}
     git("init", "-q")
-    assert results.git_state(tmp_path)["sha"] == "unknown"  # no commit yet
+    assert results.git_facts(tmp_path)["sha"] == "unknown"  # no commit yet
     package = tmp_path / "pkg"
     package.mkdir()
     (package / "a.py").write_text("1")
@@ -51,7 +51,7 @@ def test_git_state(tmp_path):
     git("commit", "-qm", "one")
     for changed, dirty in (("report.md", False), ("pkg/a.py", True)):
         (tmp_path / changed).write_text("2")
-        found = results.git_state(package)
+        found = results.git_facts(package)
         assert (len(found["sha"]), found["dirty"]) == (40, dirty)
 
 

@@ -1,4 +1,4 @@
-"""Layers streamed in row chunks: in O(chunk) memory, no work in vain, refused where rows cannot be cut. The net of
+"""Layers streamed in chunks: in O(chunk) memory, no work in vain, refused where rows cannot be cut. The net of
 whole steps (tests/matrix.py) has their gradients."""
 
 import pytest

@@ -23,7 +23,7 @@ documents, with the default options, small tiles with states by heads, row chunk
 chunks with hidden states, keys and values on the host, blocks with keys and values on the host, and without
 checkpoints. `exact`: loss and every gradient are those of plain transformers (documents one by one), to 1e-6 and 1e-4
 in fp32, or 1e-9 in fp64. `refused`: `apply` says why. `not built`: plain transformers does not run the type from such a
-config. The columns `chunks` and `blocks` say whether an exact type runs in row chunks, and block by block. `make sweep`
+config. The columns `chunks` and `blocks` say whether an exact type runs in chunks, and block by block. `make sweep`
 measures it anew.
 
 """
@@ -33,7 +33,7 @@ ABOUT_IMAGES = """# Every model of transformers that reads images and text
 
 Each type of AutoModelForImageTextToText is built from a small config and trained for a step on the ranks that are
 named: on text alone, and on samples with images of several sizes, which cross borders of slices, chunks and blocks,
-whole and packed, with layers whole, in row chunks, and in blocks. `exact`: loss and every gradient, also of the vision
+whole and packed, with layers whole, in chunks, and in blocks. `exact`: loss and every gradient, also of the vision
 tower, are those of plain transformers (documents one by one), to 1e-6 and 1e-4 in fp32, or 1e-9 in fp64. `text`: text
 alone is exact, and images are refused. `refused`: `apply` says why. `not built`: plain transformers does not run the
 type from such a config here. `python -m tests.sweep.drive --images --keep` measures it anew, and

@@ -129,7 +129,7 @@ def test_default_tile_is_large_and_a_power_of_two():
 @pytest.mark.parametrize("tile", [3, 7])
 @pytest.mark.parametrize("read", [(0, 1), (0,), (1,)], ids=str)
 def test_several_outputs(tile, read):
-    """A block of experts returns its router's scores too, [B * S, experts], and whole numbers without a gradient."""
+    """A MoE layer returns its router's scores too, [B * S, experts], and whole numbers without a gradient."""
 
     def whole(x, *params):
         scores = (x.flatten(0, 1) @ params[0]).softmax(-1)

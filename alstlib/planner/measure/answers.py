@@ -28,7 +28,7 @@ def answer(what: str, asked: Mapping[str, Any]) -> dict[str, Any]:
     """What `fits` asks for: the moments between two lengths (`span`), or the sizes of a model (`facts`)."""
     if what == "facts":
         return count(asked["name"], asked["overrides"], asked["trust"])
-    return span(json.dumps(asked["question"], sort_keys=True), asked["rows"])
+    return span(json.dumps(asked["question"], sort_keys=True), asked["tokens"])
 
 
 @functools.lru_cache(maxsize=4)
@@ -56,12 +56,12 @@ def stack_of(preset: str) -> type[Deep]:
     return importlib.import_module(REFERENCE.stem).ReferenceStack
 
 
-def span(question: str, rows: int) -> dict[str, Any]:
-    """The moments of steps with about so many rows on a rank: `from` and `to` rows, for which the lines hold
+def span(question: str, tokens: int) -> dict[str, Any]:
+    """The moments of steps with about so many tokens on a rank: `from` and `to` tokens, for which the lines hold
     (`Deep.lengths`)."""
     deep = _deep(question)
-    lengths, low, high = deep.lengths(rows)
-    found, further = [deep.at(rows * deep.ranks) for rows in lengths], lengths[-1] - lengths[0]
+    lengths, low, high = deep.lengths(tokens)
+    found, further = [deep.at(tokens * deep.ranks) for tokens in lengths], lengths[-1] - lengths[0]
     first, then = found[0], found[-1]
 
     def line(here: float, there: float) -> tuple[float, float]:
@@ -83,13 +83,13 @@ def span(question: str, rows: int) -> dict[str, Any]:
 
 
 def _without_smaller(
-    lines: Mapping[str, dict[str, tuple[float, float]]], rows: int
+    lines: Mapping[str, dict[str, tuple[float, float]]], tokens: int
 ) -> dict[str, dict[str, tuple[float, float]]]:
     """Without moments than which another one of the same part of the model is larger at every length."""
 
     def size(key: str) -> tuple[float, float]:
         bases, slopes = zip(*lines[key].values()) if lines[key] else ((0.0,), (0.0,))
-        return sum(bases) + rows * sum(slopes), sum(slopes)
+        return sum(bases) + tokens * sum(slopes), sum(slopes)
 
     def group(key: str) -> tuple[str, bool]:
         place = key.partition("|")[0]

@@ -21,7 +21,7 @@ from torch import nn
 
 from alstlib.base.config import RunConfig
 from alstlib.base.options import TiledPart
-from alstlib.base.sizing import TileRule, page_rows, tile_for
+from alstlib.base.sizing import TileRule, page_keys, tile_for
 from alstlib.planner.measure.simulate import Simulated, decoder_layers, layer_of, roomy, run_model, whole_model
 from alstlib.planner.measure.small import LAYERS
 
@@ -133,27 +133,27 @@ class Deep:
         self.shallow(self.chosen, min(PROBE, self.run.chunk or PROBE) * self.ranks, rule)
         return found
 
-    def lengths(self, rows: int) -> tuple[Sequence[int], int, int]:
-        """(lengths to simulate, from, to): the rows whose memory is a line through these lengths, with `rows` among
+    def lengths(self, tokens: int) -> tuple[Sequence[int], int, int]:
+        """(lengths to simulate, from, to): the tokens whose memory is a line through these lengths, with `tokens` among
         them; one length where it holds for itself alone.
 
-        In row chunks it is one from four chunks on, and else between two sizes of a tile, from twice the smaller one
+        In chunks it is one from four chunks on, and else between two sizes of a tile, from twice the smaller one
         on.
         """
         chunk = self.run.chunk
-        if chunk is not None and rows > chunk:
-            page = page_rows(chunk * self.ranks, 2**40) // self.ranks
+        if chunk is not None and tokens > chunk:
+            page = page_keys(chunk * self.ranks, 2**40) // self.ranks
             first = page * max(3, 4 * chunk // page)
-            return ((rows,), rows, rows) if rows < first else ((first, first + page), first, FARTHEST)
+            return ((tokens,), tokens, tokens) if tokens < first else ((first, first + page), first, FARTHEST)
         tiles = self.tiles | ({chunk} if chunk else set())
-        low = max((tile for tile in tiles if tile <= rows), default=0)
+        low = max((tile for tile in tiles if tile <= tokens), default=0)
         high = min((tile for tile in tiles if tile > low), default=FARTHEST)
-        if rows < LEAST or rows < min(2 * low, SHORT):
-            return (rows,), rows, rows
+        if tokens < LEAST or tokens < min(2 * low, SHORT):
+            return (tokens,), tokens, tokens
         if low < LEAST:
             return _between(LEAST, high)
         # up to twice a tile the second one is shorter
-        return _between(low, min(high, 2 * low)) if rows < 2 * low else _between(2 * low, high)
+        return _between(low, min(high, 2 * low)) if tokens < 2 * low else _between(2 * low, high)
 
     def shallow(self, which: Sequence[int], seq_len: int, tiles: TileRule | None = None) -> Simulated:
         """A model with these layers of the whole one. Its moments name layers as the whole one does; those of a layer

@@ -59,7 +59,7 @@ def packed(*tensors: Tensor) -> list[Tensor]:
     return [t if t.stride(-1) == 1 else t.contiguous() for t in tensors]
 
 
-def rows_last(x: Tensor) -> Tensor:
+def with_unit_stride(x: Tensor) -> Tensor:
     """x, or a copy where neither its channels nor its tokens lie one after the other."""
     return x if 1 in (x.stride(1), x.stride(2)) else x.contiguous()
 
@@ -67,14 +67,14 @@ def rows_last(x: Tensor) -> Tensor:
 class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        x = rows_last(x)
+        x = with_unit_stride(x)
         ctx.save_for_backward(x, weight, bias)
         return torch.empty_like(x)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors
-        dout = rows_last(dout)
+        dout = with_unit_stride(dout)
         dx, dweight = torch.empty_like(x), torch.empty_like(weight, dtype=torch.float32)
         return dx, dweight.to(weight.dtype), *alike(bias)
 

@@ -165,7 +165,7 @@ def run_model(
 @contextmanager
 def some_of_many() -> Iterator[None]:
     """Run the first and the last of many tiles, and of many blocks of blockwise attention: those between take as much.
-    A step of an 8B with 98K rows takes 0.9 s instead of 1.9 s; 500K keys of two heads are 65,000 blocks."""
+    A step of an 8B with 98K tokens takes 0.9 s instead of 1.9 s; 500K keys of two heads are 65,000 blocks."""
     with ExitStack() as stack:
         for module, name in ((compute, "tiles_of"), (logits, "tiles_of"), (blockwise, "_spans")):
             every = getattr(module, name)
@@ -173,8 +173,8 @@ def some_of_many() -> Iterator[None]:
         yield
 
 
-def _ends(every: Callable[[int, int], list[slice]], rows: int, size: int) -> list[slice]:
-    of = every(rows, size)
+def _ends(every: Callable[[int, int], list[slice]], tokens: int, size: int) -> list[slice]:
+    of = every(tokens, size)
     return of if len(of) < 2 * ENDS else [*of[:ENDS], *of[-ENDS:]]
 
 
@@ -192,12 +192,12 @@ def drop_gradients(model: nn.Module) -> None:
         p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
 
 
-def shard_of(ctx: alstlib.SPContext, rows: int) -> dict[str, Any]:
-    """A rank's slice of a sample, of `rows` tokens: the token 0 everywhere."""
-    first = ctx.sp_rank * rows
-    ids = torch.zeros(1, rows, dtype=torch.long)
-    at = torch.arange(first, first + rows)[None]
-    return {"input_ids": ids, "position_ids": at, "shift_labels": ids.clone(), "cu_seqlens": [0, rows * ctx.sp]}
+def shard_of(ctx: alstlib.SPContext, tokens: int) -> dict[str, Any]:
+    """A rank's slice of a sample, of `tokens` tokens: the token 0 everywhere."""
+    first = ctx.sp_rank * tokens
+    ids = torch.zeros(1, tokens, dtype=torch.long)
+    at = torch.arange(first, first + tokens)[None]
+    return {"input_ids": ids, "position_ids": at, "shift_labels": ids.clone(), "cu_seqlens": [0, tokens * ctx.sp]}
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

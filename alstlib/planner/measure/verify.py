@@ -229,7 +229,7 @@ def _watched(model: nn.Module, step: Callable[[], Any]) -> dict[str, list[Tensor
     return seen
 
 
-def first_rows(pieces: list[Tensor], count: int) -> Tensor | None:
+def of_first_pass(pieces: list[Tensor], count: int) -> Tensor | None:
     """The first `count` rows, where pieces make up just as many: what follows is a recompute, or a further sample."""
     ends = [*itertools.accumulate(map(len, pieces))]
     if count not in ends or len({p.shape[1:] for p in pieces}) > 1:
@@ -251,7 +251,7 @@ def first_difference(
     rows, limit = -(-length // ctx.sp), EXACT[model.dtype][1] * 10
     mine = slice(ctx.sp_rank * rows, min(length, (ctx.sp_rank + 1) * rows))
     for order, (name, outputs) in enumerate(expected.items()):
-        ours, theirs = first_rows(seen.get(name, []), rows), first_rows(outputs, length)
+        ours, theirs = of_first_pass(seen.get(name, []), rows), of_first_pass(outputs, length)
         if ours is None or theirs is None or ours[0].shape != theirs[0].shape:
             continue
         theirs = theirs[mine].double()
@@ -266,7 +266,7 @@ def first_difference(
 
 def small_options(given: Mapping[str, Any]) -> tuple[alstlib.Options, int | None, dict[str, list[Any]]]:
     """The options and the block, with tiles, chunks and blocks so small that a slice has several; and what they were.
-    All blocks of experts are taken as token-wise, because the comparison shows those that are not.
+    All MoE layers are taken as token-wise, because the comparison shows those that are not.
 
     Raises:
         ValueError: no option, or one that is no proof of anything.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alstlib.planner.measure.verify import errors_of, first_rows, last_run
+from alstlib.planner.measure.verify import errors_of, last_run, of_first_pass
 
 EXACT = 1e-5
 """Largest relative error in fp32."""
@@ -122,11 +122,11 @@ class _Slices:
         embedded = next(name for name in want["values"] if name.startswith("the output of"))
         self.length = want.get("tokens") or len(want["values"][embedded][0])
         self.rows = [len(rank["values"].get(embedded, [[]])[0]) for rank in ranks]
-        wanted: Any = first_rows(want["values"][embedded], self.length)
+        wanted: Any = of_first_pass(want["values"][embedded], self.length)
         self.order = min((_in_slices, _head_and_tail), key=lambda order: _error(self._of_all(embedded, order), wanted))
 
     def _of_all(self, name: str, order: Any, what: str = "values") -> Any:
-        parts = [first_rows(rank[what].get(name, []), rows) for rank, rows in zip(self.ranks, self.rows)]
+        parts = [of_first_pass(rank[what].get(name, []), rows) for rank, rows in zip(self.ranks, self.rows)]
         if any(part is None for part in parts):
             return None
         whole: Any = order(parts) if self.rows[0] < self.length else parts[0]
@@ -134,7 +134,7 @@ class _Slices:
 
     def pair(self, what: str, name: str) -> tuple[Tensor, Tensor] | None:
         """A module's rows in the stack and in plain transformers, where they can be compared."""
-        wanted = first_rows(self.want[what].get(name, []), self.length)
+        wanted = of_first_pass(self.want[what].get(name, []), self.length)
         if what == "value_gradients" and any(len(rank[what].get(name, ())) > 1 for rank in self.ranks):
             return None  # tiles, in the order of their recompute
         got = None if wanted is None else self._of_all(name, self.order, what)
