@@ -25,7 +25,7 @@ from torch import nn
 from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridPreTrainedModel
 
 import alstlib
-from alstlib.base.sizing import kept_on_host
+from alstlib.base.sizing import kept_with_disk
 from alstlib.data.loader import SPDataLoader
 from alstlib.hf import memory_plan
 from alstlib.planner.measure.verify import in_full
@@ -327,7 +327,7 @@ def backward(engine, batch, kind, block, last):
 @contextlib.contextmanager
 def full_host():
     """What a forward keeps on the host is decided as if the host had no room: few layers keep their inputs."""
-    with mock.patch.object(memory_plan, "kept_on_host", lambda room, *how, **more: kept_on_host(0, *how, **more)):
+    with mock.patch.object(memory_plan, "kept_with_disk", lambda room, *how, **more: kept_with_disk(0, *how, **more)):
         yield
 
 
