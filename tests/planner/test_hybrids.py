@@ -84,7 +84,7 @@ def test_a_plan_says_which_kernel_would_refuse_a_call():
     assert "Chunks of 524,287 tokens pass" in refusal
     chunks = replace(hybrid, run=hybrid.run.replace(options={"chunk": 2**18}))
     assert chunks.refusals(8 * 2**19) == []
-    assert counted(replace(hybrid.shape.recurrence.layer, matrix=False, block=64), 1000) == 1000 * 32 * 256
+    assert counted(replace(hybrid.shape.recurrence.layer, matrix=False, chunk_size=64), 1000) == 1000 * 32 * 256
 
 
 def test_longer_sequences_fit_a_hybrid_than_a_decoder_of_its_parameters_that_attends_everywhere():
