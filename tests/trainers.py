@@ -207,7 +207,7 @@ def as_one_process(pool, settings, engine="ddp", without=(), near_zero=(), **our
     return runs, check_runs(runs, plain(settings), without=without, near_zero=near_zero)
 
 
-NOT_COMPARED = ("_runtime", "_per_second", "step_time", "learning_rate", "epoch")
+NOT_COMPARED = ("_runtime", "_per_second", "_per_second_per_gpu", "step_time", "learning_rate", "epoch")
 
 
 def errors(got, want, after=0, near_zero=()):

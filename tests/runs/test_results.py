@@ -34,7 +34,7 @@ def test_fields_are_those_of_the_design():
     assert RunConfig.from_dict(made["config"]) == CONFIG
 
 
-def test_git_state(tmp_path):
+def test_git_facts(tmp_path):
     """Of the package: what lies outside of it does not count."""
 
     def git(*args):
