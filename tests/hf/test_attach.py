@@ -398,7 +398,6 @@ BloomConfig: [{n_layer: 1, n_head: 4},
   "BloomForCausalLM computes attention by itself, not through transformers' AttentionInterface"]
 RecurrentGemmaConfig: [{}, RecurrentGemmaForCausalLM mixes tokens by linear_attention]
 OpenAIGPTConfig: [{n_layer: 1, n_head: 4}, has no decoder layers that transformers can checkpoint]
-Llama4TextConfig: [{head_dim: 8, num_local_experts: 2, intermediate_size_mlp: 48}, mixes tokens by chunked_attention]
 # what is seen of them by a dry run
 DogeConfig: [{}, 'layer 0 \(DogeAttention\) makes an attention mask by itself']
 PhimoeConfig: [{sliding_window: 7, num_local_experts: 4, num_experts_per_tok: 2},
