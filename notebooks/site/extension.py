@@ -78,6 +78,7 @@ class RepositoryLinks(SphinxTransform):
             inside = (nodes.reference, nodes.title, addnodes.pending_xref, addnodes.desc_signature)
             if (
                 "/" not in name
+                or name.startswith("/")  # a file of the reader's machine
                 or " " in name
                 or HIDDEN.search(name.rstrip("/"))
                 or any(isinstance(p, inside) for p in ancestors(literal))
