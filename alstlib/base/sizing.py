@@ -16,11 +16,15 @@ TILE_BYTES = {"cuda": 512 * 2**20, "cpu": 2**20}
 """Target for one intermediate of a tile: large enough for efficient matrix products, small compared with the model."""
 
 
+def tokens_in_tile(token_bytes: int, device: str) -> int:
+    """Tokens of so many bytes each that take about `TILE_BYTES` of a device (`cuda`, `cpu`); at least one."""
+    return max(1, TILE_BYTES.get(device, TILE_BYTES["cpu"]) // max(1, token_bytes))
+
+
 def tile_for(width: int, element_bytes: int, device: str) -> int:
     """Tile in tokens whose widest intermediate [tile, width] takes about `TILE_BYTES` of a device (`cuda`, `cpu`): a
     power of two, at least 256."""
-    tokens = TILE_BYTES.get(device, TILE_BYTES["cpu"]) // max(1, width * element_bytes)
-    return max(256, 1 << max(0, tokens.bit_length() - 1))
+    return max(256, 1 << tokens_in_tile(width * element_bytes, device).bit_length() - 1)
 
 
 TileRule = Callable[[int, int], int]

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from alstlib.base.sizing import TILE_BYTES
+from alstlib.base.sizing import tokens_in_tile
 from alstlib.kernels.spans import Documents, document_spans
 from alstlib.ulysses.alltoall import Exchange
 
@@ -98,8 +98,7 @@ def select(
         last = ends[span.batch] if span.begin < ends[span.batch] < span.end else span.end
         row, own = slice(span.batch, span.batch + 1), slice(span.begin, last)
         places = torch.arange(span.begin, last, device=hidden.device)
-        room = TILE_BYTES.get(hidden.device.type, TILE_BYTES["cpu"])
-        tile = max(1, room // (4 * max(1, module.n_heads) * len(places)))
+        tile = tokens_in_tile(4 * max(1, module.n_heads) * len(places), hidden.device.type)
         start, end = max(span.begin, first), min(span.end, first + rows)
         for at in range(start, end, tile):
             part = slice(at - first, min(at + tile, end) - first)

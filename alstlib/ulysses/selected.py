@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from alstlib.base.recompute import Saved, first_order
-from alstlib.base.sizing import TILE_BYTES
+from alstlib.base.sizing import tokens_in_tile
+from alstlib.kernels.paged import HeadPart, sinks_backward
 from alstlib.ulysses.alltoall import Exchange
 from alstlib.ulysses.attention import delta_of
 
@@ -54,8 +55,7 @@ def _groups(q: Tensor, k: Tensor, ranks: int) -> Iterator[tuple[slice, slice]]:
 def _tiles(indices: Tensor, heads: int, width: int, element_bytes: int) -> Iterator[slice]:
     """Rows whose fetched keys and values are about as large as an intermediate of a tile."""
     batch, rows, count = indices.shape
-    room = TILE_BYTES.get(indices.device.type, TILE_BYTES["cpu"])
-    tile = max(1, room // max(1, batch * count * heads * width * element_bytes))
+    tile = tokens_in_tile(batch * count * heads * width * element_bytes, indices.device.type)
     for first in range(0, rows, tile):
         yield slice(first, min(first + tile, rows))
 
@@ -144,8 +144,8 @@ class _Selected(torch.autograd.Function):
                     grad[:, kv] = _owned(exchange, added)
         dsinks = None
         if ctx.sinks is not None and ctx.needs_input_grad[3]:  # this rank's tokens' share
-            sinks = ctx.sinks.to(lse)[:, None]
-            dsinks = -((sinks - lse).exp() * delta).sum((0, 2)).to(ctx.sinks.dtype)
+            every = HeadPart(heads=slice(None), stored=slice(None), kv=slice(None))
+            dsinks = sinks_backward([every], delta[..., None], lse, ctx.sinks)
         return dq, dk, dv, dsinks, None, None, None
 
 
