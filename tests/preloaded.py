@@ -7,11 +7,10 @@ from importlib import import_module
 import torch
 
 COMMON = ["transformers.models.llama.modeling_llama", "alstlib.hf.attach", "alstlib.data.shard", "cases", "matrix"]
-ENGINE = "deepspeed.runtime.zero.muon.muon_optimizer"
-"""What `deepspeed.initialize` imports last, and with it PyTorch's compiler."""
-
-# where there is a GPU, DeepSpeed asks for its properties, after which no fork of the process can use it
-for name in COMMON if torch.cuda.is_available() else [*COMMON, ENGINE]:
+for name in COMMON:
     import_module(name)
+if not torch.cuda.is_available():  # DeepSpeed asks a GPU for its properties, after which no fork can use it
+    import_module("alstlib.runs.train.operators").leave_out()
+    import_module("deepspeed.runtime.zero.stage3")
 gc.collect()
 gc.freeze()
