@@ -16,6 +16,7 @@ import alstlib
 from alstlib.base.reference import shift
 from alstlib.planner.measure.ledger import Ledger
 from alstlib.planner.measure.verify import in_full
+from alstlib.trees.tree_step import OfStatistics
 from alstlib.trees.trie import trajectory_of, tree_of
 
 HOST = {"offload": "sync", "on_host": "hidden+kv"}
@@ -154,6 +155,16 @@ def test_single_precision():
 @pytest.mark.parametrize("world", [1, 2])
 def test_an_objective_of_whole_trajectories(pools, world):
     on_ranks(pools, world, exact, "qwen3_next", TREES["a star"], (3,), objective=preference)
+
+
+def test_an_objective_of_trajectories_without_labels():
+    """As where all completions of a micro-batch are masked: every parameter has a gradient, which is 0."""
+    model = make_model()
+    data = [{"input_ids": path, "labels": [-100] * len(path)} for path in TREES["a star"]]
+    with attach(model):
+        out = alstlib.tree_step(model, data, 3, objective=OfStatistics(lambda found: sum(x.logps.sum() for x in found)))
+    assert float(out.loss) == 0
+    assert all(weight.grad is not None and not weight.grad.any() for weight in model.parameters())
 
 
 def with_lora(model):
