@@ -11,8 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import uuid
-from collections import UserDict
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -70,21 +69,8 @@ class LayerCall:
     others: tuple[Any, ...]
     """Its further arguments, by order and by name."""
     attention: list[AttentionCall] = field(default_factory=list)
-    reads: bool = False
-    """Whether it read a mapping in which layers leave something for each other."""
     finished: bool = False
     """False where the layer does something that needs values, and its end is not known."""
-
-
-class _Watched(UserDict[Any, Any]):
-    """A mapping that notes when a layer reads it."""
-
-    def __init__(self, inner: Any, call: LayerCall) -> None:
-        self.data, self.call = inner, call
-
-    def __getitem__(self, key: Any) -> Any:
-        self.call.reads = True
-        return self.data[key]
 
 
 def dry_run(model: PreTrainedModel, layers: Sequence[nn.Module]) -> tuple[list[LayerCall], LogitTransform | None]:
@@ -157,8 +143,8 @@ def _standing_in(model: Any, layers: Sequence[nn.Module], calls: list[LayerCall]
         args, inside = (x, *args[1:]), True
         try:
             out = layer.forward(
-                *(_for_layer(value, call) for value in args),
-                **{key: _for_layer(value, call) for key, value in kwargs.items()},
+                *(_for_layer(value) for value in args),
+                **{key: _for_layer(value) for key, value in kwargs.items()},
             )
         except Exception:  # whatever code of the model it was
             return x
@@ -195,10 +181,8 @@ def _standing_in(model: Any, layers: Sequence[nn.Module], calls: list[LayerCall]
         AttentionInterface._global_mapping.pop(name, None)
 
 
-def _for_layer(value: Any, call: LayerCall) -> Any:
-    """A layer's argument for the meta device."""
-    if isinstance(value, MutableMapping):
-        return _Watched(value, call)
+def _for_layer(value: Any) -> Any:
+    """A layer's argument for the meta device. A mapping in which layers leave something for each other stays."""
     return tree_map(lambda t: t.to("meta") if isinstance(t, Tensor) else t, value)
 
 
