@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -58,6 +59,8 @@ class AttentionCall:
     mask: Any
     dropout: float
     kwargs: dict[str, Any]
+    untold: int | None = None
+    """The window of the mask that its model makes, where the layer does not say it to its attention (PhiMoE)."""
 
 
 @dataclass
@@ -71,6 +74,10 @@ class LayerCall:
     attention: list[AttentionCall] = field(default_factory=list)
     finished: bool = False
     """False where the layer does something that needs values, and its end is not known."""
+
+
+class _WindowMask:
+    """Stands for a mask with a window."""
 
 
 def dry_run(model: PreTrainedModel, layers: Sequence[nn.Module]) -> tuple[list[LayerCall], LogitTransform | None]:
@@ -129,11 +136,13 @@ def _standing_in(model: Any, layers: Sequence[nn.Module], calls: list[LayerCall]
 
     def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **kwargs: Any) -> Any:
         mask, dropout = kwargs.pop("attention_mask", mask), kwargs.pop("dropout", 0.0)
-        mask = None if isinstance(mask, AnyMask) else mask
+        slides = isinstance(mask, _WindowMask) and "sliding_window" not in kwargs
+        untold = model.config.get_text_config().sliding_window if slides else None
+        mask = None if isinstance(mask, AnyMask | _WindowMask) else mask
         if calls:
-            window = kwargs.get("sliding_window") or attention_chunk(module)
+            window = kwargs.get("sliding_window") or untold or attention_chunk(module)
             keys = Keys(q.shape[1], k.shape[1], q.shape[3], v.shape[3], window)
-            calls[-1].attention.append(AttentionCall(module, keys, mask, dropout, kwargs))
+            calls[-1].attention.append(AttentionCall(module, keys, mask, dropout, kwargs, untold))
         return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]), None
 
     def call_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -172,6 +181,8 @@ def _standing_in(model: Any, layers: Sequence[nn.Module], calls: list[LayerCall]
         with contextlib.ExitStack() as patched:
             for config in configs.values():
                 patched.enter_context(mock.patch.object(config, "_attn_implementation_internal", name))
+            for file in _files_with_windows(model):
+                patched.enter_context(mock.patch.object(file, _MAKES_WINDOWS, return_value=_WindowMask()))
             model.train()
             patched.enter_context(mock.patch.object(nn.Module, "__call__", call))
             yield logits
@@ -179,6 +190,16 @@ def _standing_in(model: Any, layers: Sequence[nn.Module], calls: list[LayerCall]
         for m, mode in training.items():
             m.training = mode
         AttentionInterface._global_mapping.pop(name, None)
+
+
+_MAKES_WINDOWS = "create_sliding_window_causal_mask"
+
+
+def _files_with_windows(model: nn.Module) -> set[Any]:
+    """The files of a model that make one mask for all layers, with the window of its config."""
+    by_layer = getattr(model.config.get_text_config(), "layer_types", None)
+    files = {sys.modules[type(m).__module__] for m in model.modules()} if not by_layer else set()
+    return {file for file in files if hasattr(file, _MAKES_WINDOWS)}
 
 
 def _for_layer(value: Any) -> Any:

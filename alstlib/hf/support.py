@@ -206,7 +206,7 @@ def _check_calls(model: PreTrainedModel, calls: Sequence[LayerCall]) -> None:
             name = type(model).__name__
             raise ValueError(f"{name} computes attention by itself, not through transformers' AttentionInterface")
         for a in call.attention:
-            check_attention(a.module, a.mask, a.dropout, a.kwargs)
+            check_attention(a.module, a.mask, a.dropout, with_window(a.kwargs, a.untold))
 
 
 SLIDING = ("sliding_attention", "hybrid_sliding")
@@ -238,14 +238,19 @@ def check_shared(shared: Iterable[tuple[str, nn.Parameter]], zero3: bool = False
 
 
 def _attends(module: nn.Module) -> bool:
-    return any("attention" in type(m).__name__.lower() for m in module.modules())
+    return any("attention" in type(m).__name__.lower() or _calls_attention(m) for m in module.modules())
+
+
+def _calls_attention(module: nn.Module) -> bool:
+    """Whether a module calls transformers' attention by itself, whatever its name is (LongCat's is MLA)."""
+    code = getattr(plain_forward(module), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
 def _mixes_tokens(module: nn.Module) -> bool:
     """Whether a module of a layer, other than attention, mixes tokens, as far as its kind tells."""
     kind = type(module).__name__.lower()
-    code = getattr(plain_forward(module), "__code__", None)
-    if code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names:  # attention, whatever the model's name is
+    if _calls_attention(module):
         return False
     named = any(m in kind for m in MIXERS) and not kind.endswith("norm")  # a norm has its model's name
     return named or isinstance(module, nn.RNNBase) or (isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1)
@@ -258,6 +263,11 @@ def heads_of(config: Any) -> tuple[int, int, int]:
         return 0, 0, 0
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     return heads, getattr(config, "num_key_value_heads", None) or heads, width
+
+
+def with_window(kwargs: dict[str, Any], untold: int | None) -> dict[str, Any]:
+    """What a layer hands to its attention, with the window that only its model's mask has."""
+    return kwargs if untold is None else {**kwargs, "sliding_window": untold}
 
 
 def check_attention(module: nn.Module, mask: Any, dropout: float, kwargs: dict[str, Any]) -> None:
