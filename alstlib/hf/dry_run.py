@@ -13,7 +13,7 @@ import importlib.util
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -72,12 +72,10 @@ class LayerCall:
     others: tuple[Any, ...]
     """Its further arguments, by order and by name."""
     attention: list[AttentionCall] = field(default_factory=list)
+    more: bool = False
+    """Whether it returns more than its output."""
     finished: bool = False
     """False where the layer does something that needs values, and its end is not known."""
-
-
-class _WindowMask:
-    """Stands for a mask with a window."""
 
 
 def dry_run(model: PreTrainedModel, layers: Sequence[nn.Module]) -> tuple[list[LayerCall], LogitTransform | None]:
@@ -96,13 +94,16 @@ def dry_run(model: PreTrainedModel, layers: Sequence[nn.Module]) -> tuple[list[L
         inputs |= {"output_router_logits": False}
     with (
         unset_fake_temporarily(), _without_triton(), torch.enable_grad(), torch.random.fork_rng(devices=[]),
-        torch.autocast("cpu", enabled=False), _standing_in(model, layers, calls) as logits,
+        torch.autocast("cpu", enabled=False), _masks_made(model) as masks, _standing_in(model, layers, calls) as logits,
     ):  # fmt: skip
         try:
             made = torch.func.functional_call(model, _weights(model, layers), (), inputs, tie_weights=False).logits
         except Exception:
             if not logits:
                 raise
+    if masks == {_WITH_WINDOW}:
+        for call in calls:
+            call.attention = [_with_window(a, config.sliding_window) for a in call.attention]
     outermost = model.get_output_embeddings() in model._modules.values()
     return calls, _transform(config, logits[0], made) if outermost and logits else None
 
@@ -130,19 +131,16 @@ def _standing_in(model: Any, layers: Sequence[nn.Module], calls: list[LayerCall]
     called."""
     name, head, inside = f"alst_{uuid.uuid4().hex}", model.get_output_embeddings(), False
     logits: list[Tensor] = []
-    indexed = any(has_indexer(m) for m in model.modules())
     training = {m: m.training for m in model.modules()}
     configs = {id(c): c for m in training for c in vars(m).values() if isinstance(c, PreTrainedConfig)}
 
     def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **kwargs: Any) -> Any:
         mask, dropout = kwargs.pop("attention_mask", mask), kwargs.pop("dropout", 0.0)
-        slides = isinstance(mask, _WindowMask) and "sliding_window" not in kwargs
-        untold = model.config.get_text_config().sliding_window if slides else None
-        mask = None if isinstance(mask, AnyMask | _WindowMask) else mask
+        mask = None if isinstance(mask, AnyMask) else mask
         if calls:
-            window = kwargs.get("sliding_window") or untold or attention_chunk(module)
+            window = kwargs.get("sliding_window") or attention_chunk(module)
             keys = Keys(q.shape[1], k.shape[1], q.shape[3], v.shape[3], window)
-            calls[-1].attention.append(AttentionCall(module, keys, mask, dropout, kwargs, untold))
+            calls[-1].attention.append(AttentionCall(module, keys, mask, dropout, kwargs))
         return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]), None
 
     def call_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -159,7 +157,7 @@ def _standing_in(model: Any, layers: Sequence[nn.Module], calls: list[LayerCall]
             return x
         finally:
             inside = False
-        call.finished = True
+        call.finished, call.more = True, isinstance(out, tuple) and any(o is not None for o in out[1:])
         return tree_map(lambda t: torch.zeros_like(t, device="cpu") if isinstance(t, Tensor) else t, out)
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -171,7 +169,7 @@ def _standing_in(model: Any, layers: Sequence[nn.Module], calls: list[LayerCall]
             return args[0].new_empty(*args[0].shape[:2], module.index_topk, dtype=torch.int32)
         if has_indexer(module):
             kwargs["attention_mask"] = AnyMask()
-        if indexed and type(module).__name__.endswith("Experts"):  # so is where they send a token
+        if type(module).__name__.endswith("Experts"):  # nor is where a router sends a token
             return args[0].new_empty(args[0].shape)
         whole = module in layers and not inside  # a layer may be a part of another, which is checkpointed as a whole
         return call_layer(module, *args, **kwargs) if whole else module.forward(*args, **kwargs)
@@ -181,8 +179,6 @@ def _standing_in(model: Any, layers: Sequence[nn.Module], calls: list[LayerCall]
         with contextlib.ExitStack() as patched:
             for config in configs.values():
                 patched.enter_context(mock.patch.object(config, "_attn_implementation_internal", name))
-            for file in _files_with_windows(model):
-                patched.enter_context(mock.patch.object(file, _MAKES_WINDOWS, return_value=_WindowMask()))
             model.train()
             patched.enter_context(mock.patch.object(nn.Module, "__call__", call))
             yield logits
@@ -192,14 +188,33 @@ def _standing_in(model: Any, layers: Sequence[nn.Module], calls: list[LayerCall]
         AttentionInterface._global_mapping.pop(name, None)
 
 
-_MAKES_WINDOWS = "create_sliding_window_causal_mask"
+_WITH_WINDOW = "create_sliding_window_causal_mask"
 
 
-def _files_with_windows(model: nn.Module) -> set[Any]:
-    """The files of a model that make one mask for all layers, with the window of its config."""
-    by_layer = getattr(model.config.get_text_config(), "layer_types", None)
-    files = {sys.modules[type(m).__module__] for m in model.modules()} if not by_layer else set()
-    return {file for file in files if hasattr(file, _MAKES_WINDOWS)}
+@contextlib.contextmanager
+def _masks_made(model: nn.Module) -> Iterator[set[str]]:
+    """The names of transformers' functions by which the model makes its masks inside."""
+    made: set[str] = set()
+
+    def noting(name: str, original: Any) -> Any:
+        def make(*args: Any, **kwargs: Any) -> Any:
+            made.add(name)
+            return original(*args, **kwargs)
+
+        return make
+
+    with contextlib.ExitStack() as patched:
+        for file in {sys.modules[type(m).__module__] for m in model.modules()}:
+            for name in {_WITH_WINDOW, "create_causal_mask"} & vars(file).keys():
+                patched.enter_context(mock.patch.object(file, name, noting(name, getattr(file, name))))
+        yield made
+
+
+def _with_window(call: AttentionCall, window: int) -> AttentionCall:
+    """A call of attention in a model whose masks all have this window, where it does not say it."""
+    if "sliding_window" in call.kwargs:
+        return call
+    return replace(call, untold=window, keys=replace(call.keys, window=window))
 
 
 def _for_layer(value: Any) -> Any:

@@ -218,11 +218,12 @@ class Chunked(LayerRunner):
             return out
         if any(o is not None for o in out[1:]):
             where = f"layer {self.index} ({type(self.layer).__name__})"
-            raise ValueError(f"{where} returns more than its output, so it cannot run in chunks; use chunk=None")
+            raise ValueError(f"{where} {RETURNS_MORE}")
         self.nothing = out[1:]
         return out[0]
 
 
+RETURNS_MORE = "returns more than its output, so it cannot run in chunks; use chunk=None"
 CACHES = {"past_key_values", "past_key_value", "layer_past", "cache_params"}
 """What layers call a cache. One that takes none may need all tokens at once."""
 
@@ -244,6 +245,8 @@ def _check_chunks(handle: Handle) -> None:
         for t in tree_flatten([dict(mapping) for mapping in others if is_shared(mapping)])[0]:
             if t.ndim != 4 or t.shape[2] != tokens:
                 raise ValueError(f"{where} shares a tensor {list(t.shape)} that is no keys or values; use chunk=None")
+        if call.more:
+            raise ValueError(f"{where} {RETURNS_MORE}")
         if len(call.attention) > 1:
             raise ValueError(f"{where} calls attention more than once, so it cannot run in chunks; use chunk=None")
 
