@@ -364,13 +364,18 @@ def test_a_folder_of_images_is_trained_on_as_plain_trl_does(ranks2, pictures, tm
     assert type(AutoProcessor.from_pretrained(tmp_path / "model")).__name__ == "LlavaProcessor"
 
 
-def test_an_adapter_of_a_model_that_reads_images(ranks2, pictures, tmp_path):
-    run = with_pictures(pictures, tmp_path, lora={"r": 4}, merge_lora=True, **{"optim.steps": 2, "data.eval": None})
+def test_the_line_of_the_page_trains_an_adapter(ranks2, pictures, tmp_path, monkeypatch):
+    page = (ROOT / "notebooks" / "training.md").read_text(encoding="utf-8")
+    line = re.search(r"    alst finetune (--model Qwen/Qwen2.5-VL.* --data pictures .*)", page)[1]
+    words = shlex.split(line.replace("Qwen/Qwen2.5-VL-7B-Instruct", "model").replace("--data pictures", "--data data"))
+    monkeypatch.chdir(pictures)
+    run = run_of(*words, "--out", str(tmp_path), "--set", "optim.steps=2", "--set", "data.seq_len=96")
     found = ranks2(tuned, str(tmp_path), run)[0]
     assert found["status"] == "ok", found["error"]
-    saved, before = map(AutoModelForImageTextToText.from_pretrained, (tmp_path / "model", f"{pictures}/model"))
+    saved, before = map(AutoModelForImageTextToText.from_pretrained, (tmp_path / "model", pictures / "model"))
     moved = [name for name, p in before.named_parameters() if not torch.equal(p, saved.get_parameter(name))]
     assert {"vision_tower" in name for name in moved} == {True, False}
+    assert type(AutoProcessor.from_pretrained(tmp_path / "model")).__name__ == "LlavaProcessor"
 
 
 NO_PICTURES = """
