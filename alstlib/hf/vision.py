@@ -14,6 +14,7 @@ makes, m placeholders of its slice.
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -102,7 +103,8 @@ def never_trained(handle: Handle) -> set[nn.Parameter]:
         handle.as_its_own(), torch.random.fork_rng(), torch.enable_grad(),
         register_module_forward_pre_hook(lambda module, _: ran.add(module)),
     ):  # fmt: skip
-        total = sum(t.float().sum() for t in features_made(inner.get_image_features(**blank)))
+        features = features_made(inner.get_image_features(**blank))
+        total = torch.stack([t.float().sum() for t in features]).sum()
     # of a module that does not run here, such as the projector of Llama 4, nothing is known
     tower = [p for module in ran for p in module.parameters(recurse=False) if p.requires_grad]
     if not total.requires_grad:  # all that features depend on is frozen
@@ -193,11 +195,12 @@ def give_images(handle: Handle, kwargs: dict[str, Any], inputs: StepInputs) -> N
 
 def _checkpointed(handle: Handle, layer: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
     """A layer of the tower that keeps only its input, in the store of the text's layers."""
+    first = next(iter(inspect.signature(original).parameters))
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if handle.plain or handle.state is None or not torch.is_grad_enabled():
             return original(*args, **kwargs)
-        x, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
+        x, args = (args[0], args[1:]) if args else (kwargs.pop(first), ())
         trains = any(p.requires_grad for p in layer.parameters())
         return checkpoint(original, x, *args, store=handle.store, trains=trains, module=layer, **kwargs)
 

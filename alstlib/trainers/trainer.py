@@ -286,9 +286,10 @@ class TrainerMixin(Base):
         self.handle = apply(base, self.ctx, self.alst)
         if self.ctx.world_size > 1 and not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
             # DDP would wait for their gradients
+            model: Any = self.model
             unused = never_trained(self.handle)
-            names = [name for name, p in self.model.named_parameters() if p in unused]
-            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, names)
+            names = [name for name, p in model.named_parameters() if p in unused]
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
         self.handle.prompts_are_whole()  # no slice ever reaches a callback that generates
 
     def detach(self) -> nn.Module:
