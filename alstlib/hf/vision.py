@@ -96,7 +96,8 @@ def never_trained(handle: Handle) -> set[nn.Parameter]:
     they have no gradient in plain transformers either. Runs the tower on a blank image."""
     if handle.images is None:
         return set()
-    model, inner, ran = handle.model, handle.model.base_model, set[nn.Module]()
+    model, ran = handle.model, set[nn.Module]()
+    inner: Any = model.base_model
     blank = {n: t.to(model.device, model.dtype if t.is_floating_point() else t.dtype)
              for n, t in handle.images.joined([]).items()}  # fmt: skip
     with (
