@@ -89,7 +89,7 @@ def first(ranks: Sequence[Found], want: Found) -> dict[str, str]:
     seen = _Slices(ranks, want)
     for name in want["values"]:
         pair = seen.pair("values", name)
-        if pair and _error(*pair) > 10 * _exact(pair[0]):
+        if pair and _error(*pair) > _rounding(pair[0], 10 * EXACT):
             return {"first": name}
     factor = None
     for name in reversed(want["values"]):
@@ -98,7 +98,7 @@ def first(ranks: Sequence[Found], want: Found) -> dict[str, str]:
             continue
         before = "the loss: " if factor is None else ""
         factor = _factor(*([t] for t in pair)) if factor is None else factor
-        if not factor or _error(pair[0] / factor, pair[1]) > 100 * _exact(pair[0]):
+        if not factor or _error(pair[0] / factor, pair[1]) > _rounding(pair[0], 100 * EXACT):
             return {"first": f"{before}the gradient of {name}"}
     wrong = [n for n, e in gradient_errors(ranks[0], want).items() if e > EXACT] if want["gradients"] else []
     if wrong and len(wrong) < len(want["gradients"]):
@@ -108,8 +108,8 @@ def first(ranks: Sequence[Found], want: Found) -> dict[str, str]:
     return {"first": "no module: how gradients are summed over ranks or batches, or what is reported"}
 
 
-def _exact(t: Tensor) -> float:
-    return 2e-3 if t.dtype == torch.bfloat16 else EXACT
+def _rounding(t: Tensor, in_fp32: float) -> float:
+    return 0.05 if t.dtype == torch.bfloat16 else in_fp32
 
 
 def _error(got: Tensor | None, want: Tensor) -> float:
