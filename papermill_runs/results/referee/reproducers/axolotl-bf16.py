@@ -1,5 +1,5 @@
 """weights in bf16: axolotl against plain transformers.
-Run: python FILE. wrong by: loss 4.7%, gradient norm 5.4%, gradient 25.7%, weights 0.5%; first: no module: how gradients are summed over ranks or batches, or what is reported"""
+Run: python FILE. wrong by: loss 4.7%, gradient norm 5.4%, gradient 25.7%, weights 0.5%; first: the loss: the gradient of the output of the model"""
 import os, subprocess, sys, torch
 if "RANK" not in os.environ and sys.argv[1:] != ["plain"]:
     subprocess.run([sys.executable, __file__, "plain"], check=True)
