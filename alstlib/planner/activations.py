@@ -10,7 +10,7 @@ from typing import Any, get_args
 from alstlib.base.config import RunConfig
 from alstlib.base.options import Options, TiledPart
 from alstlib.base.sizing import bytes_away, kept_on_host, kept_with_disk, keys_and_values, kv_needed, sdpa_kernel
-from alstlib.planner.fits import Lines, StepQuestion, element_bytes, in_layer, lines_at, part_of
+from alstlib.planner.fits import Lines, StepQuestion, element_bytes, in_layer, lines_at
 from alstlib.planner.model_shapes import Shape
 from alstlib.planner.streaming import Streaming, copied_bytes, host_room, kv_on_host, output_bytes, streaming_of
 
@@ -30,6 +30,8 @@ class Activations:
     """What is alive on the device at its peak, by category (`scope`)."""
     place: str
     """The module in which the peak is reached."""
+    part: str
+    """Where in the model that is (`fits.Moment.part`)."""
     host: int
     """Checkpoints that wait on the host."""
     host_needed: int
@@ -74,7 +76,7 @@ def activations(
         capability: the GPU's compute capability, its first number.
         free: device bytes before the first layer, of which `on_host="auto"` leaves keys and values a part; None: it
             leaves them the device.
-        held: bytes of model states in a part of the model (`part_of`): the peak is the largest sum of both.
+        held: bytes of model states in a part of the model (`Moment.part`): the peak is the largest sum of both.
         disk: bytes of a disk under the host for this rank.
 
     Raises:
@@ -109,12 +111,12 @@ def activations(
         if streaming.hidden and gpu and in_layer(place):  # chunks on their way
             found["hidden states"] = found.get("hidden states", 0.0) + 2 * element * chunk * shape.width
 
-    best, where = _largest(lines, tokens, held, beside)
+    best, *where = _largest(lines, tokens, held, beside)
     if every > 1 and not streaming.hidden:  # a segment's inputs, made again, are on the device, with their outputs
         best["checkpoints"] = best.get("checkpoints", 0.0) + (every - 1) * (size + output)
     chunks = tokens / chunk
     return Activations(
-        _bytes(best), where, host, needed, outputs / max(1, shape.attending), every, kernel, streaming.hidden,
+        _bytes(best), *where, host, needed, outputs / max(1, shape.attending), every, kernel, streaming.hidden,
         copied_bytes(run, shape.layers, every, size, outputs * output, streaming, chunks, shape.attending),
         streaming.attention_share(chunks), away, short,
     )  # fmt: skip
@@ -137,9 +139,9 @@ def reference_activations(
     tiles = {part: bool(run.options.tile(part)) for part in ("mlp", "loss")}
     options = {"tiles": {**tiles, "norm": False}, "offload": bool(run.options.offload)}
     own = RunConfig(model=run.model, options=Options.plain(checkpoint=True, **options))
-    best, where = _largest([lines_at(StepQuestion(own, ranks, "cuda", preset="paper"), tokens)], tokens, held)
+    best, *where = _largest([lines_at(StepQuestion(own, ranks, "cuda", preset="paper"), tokens)], tokens, held)
     host = shape.layers * tokens * shape.width * 2 if run.options.offload else 0
-    return Activations(_bytes(best), where, host, host, 0.0, 1, "flash_attention_2", copied=2 * host)
+    return Activations(_bytes(best), *where, host, host, 0.0, 1, "flash_attention_2", copied=2 * host)
 
 
 REFERENCE = ("llama", "mistral", "qwen3")
@@ -154,15 +156,15 @@ def shared_by_reference(shape: Shape, ranks: int) -> bool:
 def _largest(
     lines: Sequence[Lines], tokens: int, held: Callable[[str], float],
     beside: Callable[[str, bool, dict[str, float]], None] = lambda *_: None,
-) -> tuple[dict[str, float], str]:  # fmt: skip
-    """(bytes by category, place) of the largest moment, each with what a simulation does not see."""
-    best, where, most = dict[str, float](), "", -1.0
+) -> tuple[dict[str, float], str, str]:  # fmt: skip
+    """(bytes by category, place, part) of the largest moment, each with what a simulation does not see."""
+    best, where, most = dict[str, float](), ("", ""), -1.0
     for moment in (moment for one in lines for moment in one.moments):
         found = moment.at(tokens)
         beside(moment.place, moment.kernel, found)
-        if (total := sum(found.values()) + held(part_of(moment.place))) > most:
-            best, where, most = found, moment.place, total
-    return best, where
+        if (total := sum(found.values()) + held(moment.part)) > most:
+            best, where, most = found, (moment.place, moment.part), total
+    return best, *where
 
 
 def _bytes(found: dict[str, float]) -> dict[str, int]:

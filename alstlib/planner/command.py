@@ -17,12 +17,13 @@ import yaml
 from alstlib.base.config import Engine, Model, RunConfig, not_default, row_config
 from alstlib.base.units import GIB, format_seconds, parse_quantity
 from alstlib.planner import devices
+from alstlib.planner.fits import known_only
 from alstlib.planner.gpus import GPUS, Rates, label_bytes, rates_of
 from alstlib.planner.machine import Machine, Overheads, read_machine
 from alstlib.planner.model_shapes import Shape, read_shape
 from alstlib.planner.prediction import Prediction, with_degree
 from alstlib.planner.question import HELP, NEEDED, WAYS, Answer, Question, Variant, trained_length
-from alstlib.planner.rendering import describe, describe_machines, introduce, say, table
+from alstlib.planner.rendering import LATE, PATIENCE, describe, describe_machines, introduce, say, table
 from alstlib.planner.tables import console
 from alstlib.planner.trees import cost
 
@@ -221,7 +222,9 @@ def command(args: argparse.Namespace) -> int:
     each, fits = time.monotonic() - began, found is not None and found.fits
     if args.json:
         say("looking at what would help, and at the ways to run the model", each * len([*HELP, *WAYS]))
-        print(json.dumps(as_json(question, best, found), indent=2))
+        with known_only(PATIENCE) as missed:
+            made = as_json(question, best, found)
+        print(json.dumps({**made, "notes": [LATE] * bool(missed) + made["notes"]}, indent=2))
     else:
         for shown in describe(question, best, found, each):
             console().print(shown)
@@ -238,12 +241,12 @@ def tree(request: Request) -> int:
     if args.json:
         made = {**found.to_dict(), **counts, "one_by_one": {**alone.to_dict(), **each}}
         print(json.dumps({"mode": "predicted", **made}, indent=2))
-        return not found.fits
+        return 0 if found.fits else 1
     then = f"one by one {format_seconds(alone.seconds['step'])}, {each['tokens']:,} tokens"
     speed = f"{counts['tokens']:,} tokens; {then}"
     for shown in (*introduce(question), table(found, question.machine, speed)):
         console().print(shown)
-    return not found.fits
+    return 0 if found.fits else 1
 
 
 def fields_of(texts: Sequence[str], option: str) -> dict[str, Any]:

@@ -13,11 +13,13 @@ import functools
 import hashlib
 import importlib
 import json
+import math
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -65,6 +67,11 @@ class Moment:
     """Whether it is in attention's backward, where a GPU's kernel has a workspace of its own."""
     line: Mapping[str, tuple[float, float]]
     """Bytes of each category without any tokens, and for each row."""
+
+    @property
+    def part(self) -> str:
+        """Where in the model it is: `part_of` the place, or `attention`."""
+        return "attention" if self.kernel else part_of(self.place)
 
     def at(self, tokens: float) -> dict[str, float]:
         return {name: max(0.0, base + each * tokens) for name, (base, each) in self.line.items()}
@@ -149,22 +156,26 @@ class NotSimulated(ValueError):
     """The answer is not known, and nothing may be simulated now."""
 
 
-_SIMULATES: ContextVar[bool] = ContextVar("simulates", default=True)
+_UNTIL: ContextVar[tuple[float, list[str]]] = ContextVar("until", default=(math.inf, []))
 
 
 @contextmanager
-def known_only() -> Iterator[None]:
-    """Simulate nothing in this block or function: what starts a run does not wait for it, and a rank has other work."""
-    token = _SIMULATES.set(False)
+def known_only(after: float = 0.0) -> Iterator[list[str]]:
+    """Simulate nothing in this block, or nothing `after` so many seconds: what starts a run does not wait for it, a
+    rank has other work, and advice must not take long. Gives what was not simulated."""
+    missed: list[str] = []
+    token = _UNTIL.set((time.monotonic() + after, missed))
     try:
-        yield
+        yield missed
     finally:
-        _SIMULATES.reset(token)
+        _UNTIL.reset(token)
 
 
 def _ask(what: str, asked: Mapping[str, Any]) -> dict[str, Any]:
     """Simulate in this process, or beside it where ranks are joined already."""
-    if not _SIMULATES.get():
+    until, missed = _UNTIL.get()
+    if time.monotonic() >= until:
+        missed.append(what)
         raise NotSimulated("its steps are simulated, which `alst plan` does and a run does not wait for")
     import torch.distributed as dist
 

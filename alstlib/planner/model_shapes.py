@@ -48,7 +48,8 @@ class Shape:
     """The width of a query and of a key."""
     value_dim: int
     window: int
-    """Keys that a query of a layer with a sliding window attends to; 0: none has one."""
+    """Keys that a query of a layer with a sliding window attends to, or, on average, one in a chunk of positions; 0: no
+    layer has either."""
     windowed: int
     """Layers that have it."""
     softcap: bool

@@ -42,10 +42,11 @@ class States:
     device: dict[str, int]
     host: dict[str, int]
     others: dict[str, dict[str, int]]
-    """The entries of another size when memory peaks in a layer's MLP (`mlp`) or outside the layers (`outside`)."""
+    """The entries of another size when memory peaks in a layer's attention or MLP (`attention`, `mlp`) or outside the
+    layers (`outside`)."""
 
     def at(self, part: str) -> dict[str, int]:
-        """The device's, while memory peaks in this part of the model: `layer`, `mlp` or `outside`."""
+        """The device's, while memory peaks in this part of the model: `layer`, `attention`, `mlp` or `outside`."""
         found = {**self.device, **self.others.get(part, {})}
         return {name: nbytes for name, nbytes in found.items() if nbytes}
 
@@ -74,14 +75,16 @@ def model_states(
     arrives: with its MLP, whose backward comes first, it is in the buffer of the all-gather, and a bucket of other
     weights is there too; later it is both in that buffer and in the weight.
 
-    The two copies of a bucket that DeepSpeed makes for a moment when it reduces one are not counted for our engine.
+    When a bucket of gradients is full, two copies of it are there for a moment: DeepSpeed's, and on a CPU gloo's. By
+    then its weights and the layer's MLP, whose backward comes first, are released. Our engine has one copy on a GPU,
+    which is less than what the allocator loses and is not counted, as are those of layers in chunks.
 
     Args:
         sizes: elements of the model.
         element: bytes of a weight on the device.
         bucket: elements of a bucket; by default `zero_bucket`, for our engine. A number means DeepSpeed's defaults:
             gradients are reduced on a stream of their own, whose two copies of the bucket the allocator keeps for it.
-        reduced: bytes of an element in those copies; by default `element`.
+        reduced: bytes of an element in those copies; None: they are not counted.
         rounded: pinned host memory has powers of two (`devices.pins_exactly`).
     """
 
@@ -107,7 +110,7 @@ def model_states(
         gathered = max(gathered, live)
     most = whole + (buffer if ours and ahead and run.options.chunk is not None else 0)
     alone = world == 1 and not run.engine.offload_params  # what is gathered is the shard
-    reduces = world > 1 or stage == 3
+    copies = 2 * min(buffer, whole) // element * (reduced or 0) if world > 1 or stage == 3 else 0
     largest = element * sizes.largest if away and stage < 3 else 0
     device = {
         WEIGHTS: 0 if run.engine.offload_params else weights,
@@ -115,8 +118,10 @@ def model_states(
         GRADIENTS: gradients if not away else largest + {1: element * trained, 2: largest}.get(stage, 0),
         OPTIMIZER: 0 if away else optimizer,
         BUCKETS: buffer if world > 1 or stage else 0,  # stages 1 and 2 fill it on a single rank too
-        COPIES: 2 * min(buffer, whole) // element * (reduced or element) if reduces and bucket is not None else 0,
+        COPIES: 0 if ours else copies,
     }
+    whole_layers = run.options.chunk is None and run.block is None
+    copied = ours and stage == 3 and copies and buffer < whole and whole_layers
     steps = [SUB_GROUP] * (part // SUB_GROUP) + [part % SUB_GROUP] if stage == 3 else [part]
     earlier = element * part if stage == 2 and run.optim.accumulation > 1 else 0
     host = {
@@ -127,6 +132,7 @@ def model_states(
     head = max(element * sizes.embedding, live if ahead else 0)
     early = needed + buffer if alike and not ahead else gathered
     others = {
+        "attention": {GATHERED: min(device[GATHERED], whole - buffer), COPIES: copies} if copied else {},
         "mlp": {GATHERED: min(device[GATHERED], early)},
         "outside": {GATHERED: min(device[GATHERED], head), COPIES: 0},  # gradients are reduced from the head's on
     }

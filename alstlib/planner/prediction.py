@@ -18,7 +18,7 @@ from alstlib.base.config import RunConfig
 from alstlib.base.units import format_bytes
 from alstlib.planner.activations import Activations, activations, reference_activations, shared_by_reference
 from alstlib.planner.devices import pins_exactly
-from alstlib.planner.fits import element_bytes, part_of
+from alstlib.planner.fits import element_bytes
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import Shape
 from alstlib.planner.model_states import ZERO_DEFAULT, Sizes, States, model_states
@@ -156,10 +156,12 @@ def states(shape: Shape, run: RunConfig, machine: Machine, preset: str = "ours")
         parameters=shape.parameters, layer=shape.layer_parameters, embedding=shape.embedding, trainable=adapter,
         largest=shape.largest_tensor if adapter is None else 0,
     )  # fmt: skip
-    paper = {"bucket": ZERO_DEFAULT, "reduced": 4 if (run.engine.sp or machine.gpus) > 1 else None}
-    of = paper if preset == "paper" else {}
+    element = element_bytes(run, machine.device)
+    of = {"reduced": element if machine.device == "cpu" else None}
+    if preset == "paper":
+        of = {"bucket": ZERO_DEFAULT, "reduced": 4 if (run.engine.sp or machine.gpus) > 1 else element}
     rounded = machine.device == "cuda" and not pins_exactly()
-    return model_states(run, sizes, machine.gpus, element_bytes(run, machine.device), rounded=rounded, **of)
+    return model_states(run, sizes, machine.gpus, element, rounded=rounded, **of)
 
 
 def loading(shape: Shape, run: RunConfig, machine: Machine) -> Loading:
@@ -210,7 +212,7 @@ def predict(shape: Shape, run: RunConfig, machine: Machine, seq_len: int, preset
             shape, run, ranks, seq_len, machine.device, room, capability=machine.rates.capability, free=free,
             held=of_states, disk=disk or 0,
         )  # fmt: skip
-    device = {**machine.overhead(), **held.at(part_of(found.place)), **found.device}
+    device = {**machine.overhead(), **held.at(found.part), **found.device}
     needed = sum(host.values()) + found.host_needed + (sum(device.values()) if machine.device == "cpu" else 0)
     if found.host:
         host = {**host, "checkpoints": found.host}

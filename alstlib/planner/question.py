@@ -4,6 +4,7 @@ settings and machines that would help. Without torch."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from alstlib.base.config import RunConfig, value_of
 from alstlib.base.units import GIB
 from alstlib.hf.configs import find_config, overridden
 from alstlib.hf.public_models import PUBLIC, TRAINED
-from alstlib.planner.fits import other_versions
+from alstlib.planner.fits import NotSimulated, other_versions
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import Shape
 from alstlib.planner.prediction import Prediction, longest, predict
@@ -154,18 +155,25 @@ class Question:
         for what, changes in ways.items():
             own = {name: size if value == CHUNK else value for name, value in changes.items()}
             other = self.with_changes({**needed, **own})
-            found.append(Variant(what, own, other, other.longest()))
+            with suppress(NotSimulated):
+                one = Variant(what, own, other, other.longest())
+                other.beyond(one.best)  # its `limit` is known from now on
+                found.append(one)
         length = seq_len or min((one.longest for one in found if one.best), default=0)
-        at = [one.question.at(length) if one.best and length else None for one in found]
-        return [replace(one, at=here if here and here.fits else None) for one, here in zip(found, at)]
+        for i, one in enumerate(found):
+            with suppress(NotSimulated):
+                if one.best and length and (here := one.question.at(length)).fits:
+                    found[i] = replace(one, at=here)
+        return found
 
     def remedies(self, seq_len: int | None) -> Iterator[Variant]:
         """What lets this length fit that does not; where no length fits (None), what lets some fit. The nearest things
         that do so: other options, an adapter, more host memory, more nodes. Of ours."""
         length = seq_len or self.shortest
-        for one in self._remedies(length) if self.preset == "ours" else ():
-            if (at := one.question.at(length)).fits:
-                yield replace(one, at=at) if seq_len else replace(one, best=one.question.longest())
+        with suppress(NotSimulated):
+            for one in self._remedies(length) if self.preset == "ours" else ():
+                if (at := one.question.at(length)).fits:
+                    yield replace(one, at=at) if seq_len else replace(one, best=one.question.longest())
 
     def _remedies(self, seq_len: int) -> Iterator[Variant]:
         """What may let it fit."""

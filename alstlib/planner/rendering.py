@@ -14,6 +14,7 @@ from rich.text import Text
 
 from alstlib.base.units import GIB, format_bytes, format_seconds, format_tokens, printable
 from alstlib.planner import model_states
+from alstlib.planner.fits import known_only
 from alstlib.planner.machine import Machine, rates_known
 from alstlib.planner.model_shapes import Shape
 from alstlib.planner.prediction import Prediction
@@ -169,9 +170,17 @@ def limit_in_short(beyond: Prediction) -> str:
     return f"host, k={every}" if beyond.reason == "host" and every > 1 else beyond.reason or "nothing known"
 
 
+PATIENCE = 180.0
+"""Seconds after which advice simulates nothing more."""
+LATE = (
+    f"Not all of this was looked at: nothing more is simulated after {format_seconds(PATIENCE)}. The same command goes "
+    "on where this one stopped."
+)
+
+
 def say(what: str, seconds: float = 0.0) -> None:
     """What is computed now and about how long it takes, on standard error, for who waits."""
-    about = f" (about {format_seconds(seconds)})" if seconds >= 1 else ""
+    about = f" (about {format_seconds(min(seconds, PATIENCE))})" if seconds >= 1 else ""
     sys.stdout.flush()
     print(f"alst: {what}{about}", file=sys.stderr, flush=True)
 
@@ -211,15 +220,17 @@ def describe(question: Question, best: Prediction | None, found: Prediction | No
         days = question.days_of_disk(found)
         life = f", which is at the end of its life after {days:,.0f} days of this training" if days else ""
         yield f"\nEach step writes {format_bytes(written)} to a node's disk{life}."
-    if ours and not found.fits:
-        say("looking for what works", each * len(HELP))
-        yield from describe_remedies(question, found, nothing=best is None)
-    if ours and best is not None:
-        say("looking at what would help", each * len(HELP))
-        yield from describe_help(question, best)
-        say("comparing the ways to run the model", each * len(WAYS))
-        yield from describe_ways(question.ways(found.seq_len))
-    yield from (f"\nNote: {note}" for note in question.notes(found.seq_len))
+    with known_only(PATIENCE) as missed:
+        if ours and not found.fits:
+            say("looking for what works", each * len(HELP))
+            yield from describe_remedies(question, found, nothing=best is None)
+        if ours and best is not None:
+            say("looking at what would help", each * len(HELP))
+            yield from describe_help(question, best)
+            say("comparing the ways to run the model", each * len(WAYS))
+            yield from describe_ways(question.ways(found.seq_len))
+    notes = [LATE] * bool(missed) + question.notes(found.seq_len)
+    yield from (f"\nNote: {note}" for note in notes)
 
 
 def lacks(found: Prediction, machine: Machine) -> str:

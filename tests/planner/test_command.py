@@ -14,7 +14,7 @@ from quick_steps import asked, quick  # noqa: F401
 from alstlib.base.units import GIB, format_bytes, format_seconds
 from alstlib.hf.models import flos
 from alstlib.hf.public_models import PUBLIC, TRAINED
-from alstlib.planner import fits, rendering, tables
+from alstlib.planner import command, fits, rendering, tables
 from alstlib.planner.gpus import rates_of
 from alstlib.planner.machine import read_machine
 
@@ -40,6 +40,22 @@ def test_a_plan_says_what_fits_and_why_and_what_is_computed_before_it(plan):
                  "alst: looking for the longest sequence that fits alst: looking at what would help "
                  "alst: comparing the ways to run the model"):  # fmt: skip
         assert text in out, text
+
+
+@pytest.mark.simulates
+def test_advice_ends_in_time(plan, planned, monkeypatch):
+    """What is not known by then is left out, which is said."""
+    known = fits._known
+    monkeypatch.setattr(fits, "_known", lambda text: [] if "options.chunk" in text else known(text))
+    for module in (rendering, command):
+        monkeypatch.setattr(module, "PATIENCE", 0)
+    out, found = plan(), planned()
+    assert rendering.LATE in out
+    assert rendering.LATE in found["notes"]
+    assert "layers whole" in out
+    assert "in chunks" not in out
+    monkeypatch.setattr(fits, "_known", known)
+    assert rendering.LATE not in plan()
 
 
 def test_a_disk_is_counted(plan, planned):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from cases import check_refused, lines_of, values_of
 from quick_steps import quick  # noqa: F401
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Llama4TextConfig
 
 from alstlib.hf.configs import find_config
 from alstlib.hf.models import flop_dimensions, model_config
@@ -62,6 +62,17 @@ def test_pairs_in_windows():
         exact = [sum(min(i + 1, w) for i in range(length)) for w in (length, 7, 7)]
         assert shape.pairs(length) == pytest.approx(sum(exact), abs=1.5 * length)
     assert shape.pairs(10**6) == pytest.approx(5e11 + 2 * 7e6, rel=1e-6)
+
+
+def test_pairs_in_chunks(tmp_path):
+    """Three of four layers begin anew with every 100 tokens."""
+    small = dict.fromkeys(("intermediate_size", "intermediate_size_mlp", "vocab_size"), 32)
+    Llama4TextConfig(
+        **small, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+        num_local_experts=2, attention_chunk_size=100, architectures=["Llama4ForCausalLM"],
+    ).save_pretrained(tmp_path)  # fmt: skip
+    shape = read_shape(str(tmp_path))
+    assert shape.pairs(10**4) == pytest.approx(10**8 / 2 + 3 * 100 * 100**2 / 2, rel=0.01)
 
 
 PUBLISHED = {

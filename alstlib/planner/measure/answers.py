@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from alstlib.base.config import Model, RunConfig
+from alstlib.hf.by_position import CHUNKED
 from alstlib.hf.support import check_model
 from alstlib.linear.adapters import mixers_of
 from alstlib.planner.fits import KERNEL, REFERENCE, StepQuestion, part_of
@@ -118,9 +119,10 @@ def count(name: str, overrides: Mapping[str, Any], trust: bool) -> dict[str, Any
                 mixing += p.numel()
             elif p.ndim > 1:
                 mlps += p.numel() * _share(model, layer, path, p)
-    window = getattr(config, "sliding_window", None) or 0
+    window = getattr(config, "sliding_window", None) or (facts.attention_chunk or 0) // 2
     kinds = list(getattr(config, "layer_types", None) or ())
-    windowed = kinds.count("sliding_attention") if kinds else len(facts.layers) * bool(window)
+    near = sum(kind in ("sliding_attention", CHUNKED) for kind in kinds)
+    windowed = near if kinds else len(facts.layers) * bool(window)
     head, linear = model.get_output_embeddings().weight, Counter[str]()
     for path, m in model.named_modules():
         if isinstance(m, nn.Linear) and m.weight is not head:
