@@ -28,10 +28,11 @@ parity: setup ## train the same data with and without sequence parallelism, comp
 # What is first on JUPYTER_PATH wins over kernels of the same name elsewhere (your own, conda's, the system's).
 # The root is the checkout, so that notebooks can link to the README and the specs. The address that is printed, for
 # those without a browser here, is that of the landing notebook too.
-lab: setup ## open JupyterLab on the landing notebook
+lab: setup ## open JupyterLab on the landing notebook: copies of the notebooks in work/, to run and to change
+	@$(BIN)/python notebooks/work.py
 	JUPYTER_PATH="$$(cd $(BIN)/.. && pwd)/share/jupyter$${JUPYTER_PATH:+:$$JUPYTER_PATH}" \
-		$(BIN)/jupyter lab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks/index.ipynb \
-		$(if $(filter 0,$(shell id -u)),--allow-root) notebooks/index.ipynb $(ARGS)
+		$(BIN)/jupyter lab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/work/index.ipynb \
+		$(if $(filter 0,$(shell id -u)),--allow-root) work/index.ipynb $(ARGS)
 
 lessons: setup ## run all lessons anew and store their outputs and solutions
 	$(BIN)/python notebooks/lessons.py run $(ARGS)

@@ -110,21 +110,22 @@ elif [ "$device" = cpu ] && [ "$(uname -s)" = Linux ] && ! .venv/bin/python -c '
     say "torch may bring several GB of CUDA libraries that this machine cannot use;" \
         "TORCH_INDEX_URL avoids that (env/README.md)"
 fi
-pip() { .venv/bin/python -m pip "$@"; }
+install() { .venv/bin/python -m pip install --no-compile "$@"; }  # everything is compiled at the end, on all cores
 
 say "1/5 torch"
-pip install "torch==$torch" "${torch_from[@]}"
+install "torch==$torch" "${torch_from[@]}"
 say "2/5 setuptools, wheel"
-pip install -qq -c .venv/.lock setuptools wheel
+install -qq -c .venv/.lock setuptools wheel
 say "3/5 the lock: $(grep -c == .venv/.lock) packages"
 grep -v '^deepspeed==' .venv/.lock > .venv/.lock-without-deepspeed
-pip install -qq --no-deps -r .venv/.lock-without-deepspeed
+install -qq --no-deps -r .venv/.lock-without-deepspeed
 say "4/5 deepspeed"
-DS_BUILD_OPS=0 DS_ACCELERATOR=cpu pip install -qq --no-deps --no-build-isolation "deepspeed==$(pin deepspeed)"
+DS_BUILD_OPS=0 DS_ACCELERATOR=cpu install -qq --no-deps --no-build-isolation "deepspeed==$(pin deepspeed)"
 say "5/5 alstlib, and the notebooks' kernel"
-pip install -qq --no-deps --no-build-isolation -e .
+install -qq --no-deps --no-build-isolation -e .
 .venv/bin/python -m ipykernel install --sys-prefix --name python3 > /dev/null
 cp -R env/jupyter/. .venv/
+.venv/bin/python -m compileall -q -j 0 -x '/tests?/' .venv/lib > /dev/null 2>&1 || true  # some files are for another Python
 DS_ACCELERATOR=$device .venv/bin/python env/check.py "$lock" >&2 || fail "the environment is not what $lock says: run 'make clean', then again"
 touch "$stamp"
 say "done in $((SECONDS - start)) s"

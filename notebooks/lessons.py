@@ -36,7 +36,7 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
-LESSONS = 23
+LESSONS = 24
 """How many there are, counted by hand, so that a lost lesson is seen (index.ipynb is none)."""
 SECONDS, ALL_SECONDS = 180, 450
 """Limits of one lesson, and of all when `AT_ONCE` run at a time; the environment's ALST_SLOW multiplies them. All shall

@@ -12,7 +12,9 @@ import socket
 import sys
 import time
 import traceback
+from multiprocessing import forkserver
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -79,10 +81,6 @@ def _serve(rank, world, port, tasks, results, backend):
     dist.destroy_process_group()
 
 
-PRELOADED = ["torch", "transformers.models.llama.modeling_llama", "alstlib.hf.attach", "alstlib.data.shard"]
-"""What one server imports, from which all ranks are forked: importing it costs each of some 20 ranks seconds."""
-
-
 class RankPool:
     """`pool(fn, *args)` runs the module-level `fn(rank, world, *args)` on every rank and returns the list of results.
 
@@ -96,7 +94,10 @@ class RankPool:
 
     def start(self):
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context.set_forkserver_preload(["preloaded"])
+        # Python 3.11 does not tell the server where this folder is, and what it does not find it passes over
+        with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+            forkserver.ensure_running()
         self.results = context.Queue()
         self.tasks = [context.Queue() for _ in range(self.world)]
         port = free_port()

@@ -148,8 +148,6 @@ AXES = {
 
 def why_not(case):
     """Why the case is refused, which tests of refusals hold; empty where it runs."""
-    if case.model in ("zamba", "zamba2") and "chunk" in WAYS[case.way]:
-        return "its layers take the embeddings too"
     if case.way in ("hidden", "host") and case.tiles == "off":
         return "hidden states on the host need the tiled loss"
     if case.model == "zamba2" and (case.engine in ("zero2", "zero3", "fsdp2") or case.device == "late"):

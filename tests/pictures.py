@@ -2,11 +2,14 @@
 
 import copy
 import functools
+import json
 
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 from zoo import VOCAB
@@ -67,6 +70,15 @@ def small_vlm(name, dtype=torch.float32, **more):
         for n, p in model.named_parameters():
             p.uniform_(-3.0, 0.5) if n.endswith("A_log") else p.add_(torch.randn_like(p) * 0.1)
     return model.train()
+
+
+def small_gemma():
+    """Tokens of an image attend to each other in both directions."""
+    tower = {"model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+             "num_attention_heads": 2, "image_size": 8, "patch_size": 2}  # fmt: skip
+    text = {**TEXT, "sliding_window": 16, "layer_types": ["full_attention"] * 3}
+    config = transformers.Gemma3Config(text_config=text, vision_config=tower, mm_tokens_per_image=4)
+    return transformers.AutoModelForImageTextToText.from_config(config)
 
 
 def document(name, parts, seed=0):
@@ -201,3 +213,25 @@ def conversations(count, seed=3):
         messages = [{"role": "user", "content": text(1, 6)}, {"role": "assistant", "content": text(2, 12)}]
         made.append({"images": [Image.fromarray(one.numpy()) for one in images], "messages": messages})
     return made
+
+
+def square_processor():
+    """Makes batches for the small llava, and is loaded from a folder without torchvision: images of 8 x 8 pixels."""
+    images = CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
+    return LlavaProcessor(
+        images, processor().tokenizer, patch_size=2, vision_feature_select_strategy="default", chat_template=CHAT,
+        image_token="<|image_pad|>", num_additional_image_tokens=1,
+    )  # fmt: skip
+
+
+def as_files(rows, folder):
+    """Rows in a folder: their images as files, and a file of JSON lines that names them."""
+    (folder / "pictures").mkdir(parents=True)
+    lines = []
+    for i, row in enumerate(rows):
+        names = [f"pictures/{i}-{j}.png" for j in range(len(row["images"]))]
+        for name, image in zip(names, row["images"]):
+            image.save(folder / name)
+        lines.append(json.dumps({**row, "images": names}))
+    (folder / "rows.jsonl").write_text("\n".join(lines))
+    return str(folder)

@@ -29,7 +29,7 @@ FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
 ]  # fmt: skip
-LANDING, LESSON = "notebooks/index.ipynb", "notebooks/12_max_sequence_length.ipynb"
+LANDING, LESSON = "work/index.ipynb", "work/12_max_sequence_length.ipynb"
 SHOTS = ROOT / "papermill_runs" / "out" / "browser"
 IMAGES = ROOT / "notebooks" / "images"
 SHOWN = {LANDING: ("welcome", "check-text", "wall"), LESSON: ("d6360579", "d18d5e5f", "c036f572")}
@@ -130,7 +130,9 @@ def shown():
     listed = {p.relative_to(ROOT / "notebooks").parts[0] for p in repository_files() if ROOT / "notebooks" in p.parents}
     parts = [sorted(listed)]
     for name, ids in SHOWN.items():
-        cells = {c["id"]: c for c in json.loads((ROOT / name).read_text(encoding="utf-8"))["cells"]}
+        cells = {
+            c["id"]: c for c in json.loads((ROOT / "notebooks" / Path(name).name).read_text(encoding="utf-8"))["cells"]
+        }
         for cell in map(cells.__getitem__, ids):
             data = [o.get("data", {}) for o in cell.get("outputs", ())]
             tables = ["".join(d[kind]) for d in data for kind in ("text/html", "text/markdown") if kind in d]
@@ -276,7 +278,7 @@ def test_the_printed_address_is_the_landing_notebooks(lab):
     """What a user opens where `make lab` finds no browser, as root or on another machine."""
     printed = re.findall(r"http://\S+/lab\S*", (lab[0] / "server.log").read_text())
     assert printed
-    assert all("/lab/tree/notebooks/index.ipynb?token=" in address for address in printed), printed
+    assert all("/lab/tree/work/index.ipynb?token=" in address for address in printed), printed
 
 
 def test_the_pictures_of_the_pages_show_what_is_there():
@@ -292,7 +294,7 @@ def test_the_pictures_of_the_pages_show_what_is_there():
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 def test_a_user_runs_the_landing_notebook_and_a_lesson_in_jupyterlab(lab):
     folder, address, server = lab
-    assert "/lab/tree/notebooks/index.ipynb?token=" in address
+    assert "/lab/tree/work/index.ipynb?token=" in address
     with pytest.raises(urllib.error.HTTPError, match="403"):
         urllib.request.urlopen(address.split("/lab/")[0] + "/api/contents", timeout=20)
     seen = visit(address, folder / "alst", SHOTS)

@@ -66,6 +66,7 @@ PYTHON = ("import alstlib, deepspeed\n", "out = alstlib.block_step(")
 SILENT = "import torch\n"
 """How the blocks of the page on silent errors begin."""
 FILES = "import alstlib\nfrom datasets import load_dataset"
+TURNS = "import torch  # after the script above"
 GRPO, TREE = "import alstlib\nfrom trl import GRPOConfig", "import alstlib\nimport torch\nfrom torch.nn.parallel"
 HERE = {"meta-llama/Llama-3.1-8B-Instruct": "model", "my_documents.jsonl": "texts.jsonl", "chats.jsonl": "texts.jsonl",
         "seq_len: 131072": "seq_len: 64", "steps: 1000": "steps: 2", "steps: 500": "steps: 2",
@@ -108,7 +109,7 @@ SHELL = [(page, command) for page, command in PRINTED if begins(command, (*QUICK
 
 
 def test_each_block_is_run_or_says_why_not():
-    known = (*NOT_HERE, *QUICK, *MINUTES, *PYTHON, SILENT, FILES, GRPO, TREE, "cd ")
+    known = (*NOT_HERE, *QUICK, *MINUTES, *PYTHON, SILENT, FILES, GRPO, TURNS, TREE, "cd ")
     assert [(page, command) for page, command in PRINTED if not begins(command, known)] == []
     unused = {one for one in known if not any(begins(command, known) == one for _, command in PRINTED)}
     assert unused == set(), "no page has these"
@@ -199,18 +200,21 @@ def test_the_lines_of_the_readme_run_as_printed(ranks2, clone):
     assert first == second
 
 
-def rewards(rank, world, code, folder):
-    """The mean rewards of the steps of the page's script."""
-    names = {}
+def rewards(rank, world, codes, folder):
+    """The mean rewards of the steps of the page's scripts, which run one after the other."""
+    names, found = {}, []
     with contextlib.chdir(folder), accelerate_here("ddp"):
-        exec(code, names)
-    return [line["reward"] for line in names["trainer"].state.log_history if "reward" in line]
+        for code in codes:
+            exec(code, names)
+            found += [line["reward"] for line in names["trainer"].state.log_history if "reward" in line]
+    return found
 
 
-def test_the_script_with_rewards_runs_as_printed(ranks2, tmp_path):
-    (code,) = (block for _, block in PRINTED if block.startswith(GRPO))
-    first, second = ranks2(rewards, code, str(tmp_path))
-    assert len(first) == 2
+def test_the_scripts_with_rewards_run_as_printed(ranks2, tmp_path):
+    codes = [block for begin in (GRPO, TURNS) for _, block in PRINTED if block.startswith(begin)]
+    assert len(codes) == 2
+    first, second = ranks2(rewards, codes, str(tmp_path))
+    assert len(first) == 4
     assert first == second
     assert all(-1 <= reward <= 1 for reward in first)
 

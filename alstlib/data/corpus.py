@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from alstlib.base.config import nearest_path
-from alstlib.data.formats import canonical_columns, plain_text
+from alstlib.data.formats import IMAGES, canonical_columns, plain_text
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +24,7 @@ EOS = "<|endoftext|>"
 KINDS = {"parquet": (".parquet",), "jsonl": (".jsonl",), "json": (".json",), "text": (".txt", ".md", ".py")}
 """Endings of the files that each reader reads."""
 _KNOWN = [suffix for suffixes in KINDS.values() for suffix in suffixes]
+_PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")  # rows name them
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _TRAIN_CHARACTERS = 2_000_000  # of text, on which a tokenizer is trained in about a second
 
@@ -70,6 +71,7 @@ def local_files(path: Path) -> tuple[str, list[Path]]:
     files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
     for kind, suffixes in KINDS.items():
         if chosen := [p for p in files if p.suffix.lower() in suffixes]:
+            files = [p for p in files if kind == "text" or p.suffix.lower() not in _PICTURES]
             if len(chosen) < len(files):
                 logger.warning(f"{path}: reading {len(chosen)} {kind} files, leaving {len(files) - len(chosen)} others")
             return kind, chosen
@@ -111,11 +113,19 @@ def _objects(files: Iterable[str]) -> Iterator[dict[str, Any]]:
             if not line.strip():
                 continue
             try:
-                yield dict(json.loads(line).items())
+                found = dict(json.loads(line).items())
+                yield found | {name: _beside(file, found[name]) for name in IMAGES if name in found}
             except (ValueError, AttributeError, RecursionError) as error:
                 raise ValueError(
                     f'data=\'{file}\', line {number}, is no JSON object such as {{"text": "..."}}: {error}'
                 ) from error
+
+
+def _beside(file: str, names: Any) -> Any:
+    """Names of images, which are relative to the file that has them, from anywhere."""
+    if isinstance(names, list):
+        return [_beside(file, name) for name in names]
+    return str(Path(file).absolute().parent / Path(names).expanduser()) if isinstance(names, str) else names
 
 
 def _by_lines(files: Sequence[Path]) -> Any:

@@ -31,7 +31,7 @@ FORMATS = {
 WHOLE = {"prompt and completion": ("completion", "prompt"), "instruction and output": ("output", "instruction")}
 """Columns that a data set must have for a format, where that is more than the first."""
 IMAGES = ("images", "image")
-"""Columns of images beside those of a format, as TRL has them. A row that has any is refused by `samples`."""
+"""Columns of images beside those of a format, as TRL has them. A row that has any is read by `image_rows`."""
 KNOWN = "text; messages or conversations; prompt and completion; instruction and output; input_ids"
 SPEAKERS = {
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",

@@ -43,24 +43,22 @@ def _labelled(ids: Sequence[int], said: Sequence[Any]) -> Document:
     return Document(made, np.where(said, made, np.int32(IGNORE)))
 
 
-def _chat(messages: Messages, tokenizer: Any, first: int = 0) -> Document:
-    """A conversation through the tokenizer's template; labels on what the assistant says, from message `first` on.
+def said_in_chat(messages: Messages, templates: Any, first: int = 0) -> tuple[str, list[tuple[int, int]]]:
+    """The text of a conversation, and the spans of its characters that the assistant says, from message `first` on.
 
-    Where the template does not mark it ({% generation %}), and where only later messages count, it is found by
-    rendering the conversation message by message, which is only right if each rendering begins with the one before it:
-    anything else is refused.
+    The spans are found by rendering the conversation message by message, which is only right if each rendering begins
+    with the one before it: anything else is refused.
+
+    Args:
+        templates: the tokenizer or processor that has the chat template.
     """
-    template = getattr(tokenizer, "chat_template", None)
-    if not template:
+    if not getattr(templates, "chat_template", None):
         raise ValueError("the corpus holds chats, but the tokenizer has no chat template: name a chat model's")
-    if not first and isinstance(template, str) and re.search(r"\{%-?\s*generation\s*-?%\}", template):
-        out = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-        return _labelled(out["input_ids"], out["assistant_masks"])
 
     def render(count: int, prompt: bool = False) -> str:
         if count == 0:
             return ""
-        return tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=prompt)
+        return templates.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=prompt)
 
     whole = render(len(messages))
     spans = []
@@ -74,7 +72,17 @@ def _chat(messages: Messages, tokenizer: Any, first: int = 0) -> Document:
                     "input_ids and labels"
                 )
             spans.append((len(before), len(after)))
-    return _labelled(*_said(whole, spans, tokenizer, special=False))
+    return whole, spans
+
+
+def _chat(messages: Messages, tokenizer: Any, first: int = 0) -> Document:
+    """A conversation through the tokenizer's template; labels on what the assistant says, from message `first` on: by
+    the template's own marks ({% generation %}), where it has them and all messages count."""
+    template = getattr(tokenizer, "chat_template", None)
+    if not first and isinstance(template, str) and re.search(r"\{%-?\s*generation\s*-?%\}", template):
+        out = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        return _labelled(out["input_ids"], out["assistant_masks"])
+    return _labelled(*_said(*said_in_chat(messages, tokenizer, first), tokenizer, special=False))
 
 
 def _said(
@@ -94,8 +102,8 @@ def tokenize_row(row: Mapping[str, Any], tokenizer: Any) -> Document:
     """
     if any(row.get(name) for name in IMAGES):
         raise ValueError(
-            "the row has images, which `alst run` does not give to the model: train with TrainerMixin and SFTTrainer, "
-            "or drop the column"
+            "the row has images, which this worker does not give to the model: train with `alst finetune`, or drop the "
+            "column"
         )
     if format_of(row) == "input_ids":
         ids, labels = row["input_ids"], row.get("labels")
@@ -121,6 +129,7 @@ class Account:
     """Reads rows as documents, and counts those that train nothing.
 
     Args:
+        tokenizer: a tokenizer; or `ImageRows`, where rows may have images.
         of: how the data are called in messages, with a space before it.
         limit: the number of tokens of a row that are trained on; None: all.
     """
@@ -137,9 +146,9 @@ class Account:
         Raises:
             ValueError: a row that cannot be read; it says which.
         """
-        kind = format_of(row) or "none of the known formats"
+        kind, read = format_of(row) or "none of the known formats", getattr(self.tokenizer, "document", None)
         try:
-            document = tokenize_row(row, self.tokenizer)
+            document = read(row) if read else tokenize_row(row, self.tokenizer)
         except Exception as e:  # a chat template raises what it likes
             raise ValueError(f"data{self.of or ' of the corpus'}, row {number + 1}, read as {kind}: {e}") from e
         self.rows += 1

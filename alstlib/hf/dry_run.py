@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import sys
 import uuid
-from collections import UserDict
-from collections.abc import Iterator, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -59,6 +59,8 @@ class AttentionCall:
     mask: Any
     dropout: float
     kwargs: dict[str, Any]
+    untold: int | None = None
+    """The window of the mask that its model makes, where the layer does not say it to its attention (PhiMoE)."""
 
 
 @dataclass
@@ -70,21 +72,10 @@ class LayerCall:
     others: tuple[Any, ...]
     """Its further arguments, by order and by name."""
     attention: list[AttentionCall] = field(default_factory=list)
-    reads: bool = False
-    """Whether it read a mapping in which layers leave something for each other."""
+    more: bool = False
+    """Whether it returns more than its output."""
     finished: bool = False
     """False where the layer does something that needs values, and its end is not known."""
-
-
-class _Watched(UserDict[Any, Any]):
-    """A mapping that notes when a layer reads it."""
-
-    def __init__(self, inner: Any, call: LayerCall) -> None:
-        self.data, self.call = inner, call
-
-    def __getitem__(self, key: Any) -> Any:
-        self.call.reads = True
-        return self.data[key]
 
 
 def dry_run(model: PreTrainedModel, layers: Sequence[nn.Module]) -> tuple[list[LayerCall], LogitTransform | None]:
@@ -103,13 +94,16 @@ def dry_run(model: PreTrainedModel, layers: Sequence[nn.Module]) -> tuple[list[L
         inputs |= {"output_router_logits": False}
     with (
         unset_fake_temporarily(), _without_triton(), torch.enable_grad(), torch.random.fork_rng(devices=[]),
-        torch.autocast("cpu", enabled=False), _standing_in(model, layers, calls) as logits,
+        torch.autocast("cpu", enabled=False), _masks_made(model) as masks, _standing_in(model, layers, calls) as logits,
     ):  # fmt: skip
         try:
             made = torch.func.functional_call(model, _weights(model, layers), (), inputs, tie_weights=False).logits
         except Exception:
             if not logits:
                 raise
+    if masks == {_WITH_WINDOW}:
+        for call in calls:
+            call.attention = [_with_window(a, config.sliding_window) for a in call.attention]
     outermost = model.get_output_embeddings() in model._modules.values()
     return calls, _transform(config, logits[0], made) if outermost and logits else None
 
@@ -137,7 +131,6 @@ def _standing_in(model: Any, layers: Sequence[nn.Module], calls: list[LayerCall]
     called."""
     name, head, inside = f"alst_{uuid.uuid4().hex}", model.get_output_embeddings(), False
     logits: list[Tensor] = []
-    indexed = any(has_indexer(m) for m in model.modules())
     training = {m: m.training for m in model.modules()}
     configs = {id(c): c for m in training for c in vars(m).values() if isinstance(c, PreTrainedConfig)}
 
@@ -157,14 +150,14 @@ def _standing_in(model: Any, layers: Sequence[nn.Module], calls: list[LayerCall]
         args, inside = (x, *args[1:]), True
         try:
             out = layer.forward(
-                *(_for_layer(value, call) for value in args),
-                **{key: _for_layer(value, call) for key, value in kwargs.items()},
+                *(_for_layer(value) for value in args),
+                **{key: _for_layer(value) for key, value in kwargs.items()},
             )
         except Exception:  # whatever code of the model it was
             return x
         finally:
             inside = False
-        call.finished = True
+        call.finished, call.more = True, isinstance(out, tuple) and any(o is not None for o in out[1:])
         return tree_map(lambda t: torch.zeros_like(t, device="cpu") if isinstance(t, Tensor) else t, out)
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -176,7 +169,7 @@ def _standing_in(model: Any, layers: Sequence[nn.Module], calls: list[LayerCall]
             return args[0].new_empty(*args[0].shape[:2], module.index_topk, dtype=torch.int32)
         if has_indexer(module):
             kwargs["attention_mask"] = AnyMask()
-        if indexed and type(module).__name__.endswith("Experts"):  # so is where they send a token
+        if type(module).__name__.endswith("Experts"):  # nor is where a router sends a token
             return args[0].new_empty(args[0].shape)
         whole = module in layers and not inside  # a layer may be a part of another, which is checkpointed as a whole
         return call_layer(module, *args, **kwargs) if whole else module.forward(*args, **kwargs)
@@ -195,10 +188,37 @@ def _standing_in(model: Any, layers: Sequence[nn.Module], calls: list[LayerCall]
         AttentionInterface._global_mapping.pop(name, None)
 
 
-def _for_layer(value: Any, call: LayerCall) -> Any:
-    """A layer's argument for the meta device."""
-    if isinstance(value, MutableMapping):
-        return _Watched(value, call)
+_WITH_WINDOW = "create_sliding_window_causal_mask"
+
+
+@contextlib.contextmanager
+def _masks_made(model: nn.Module) -> Iterator[set[str]]:
+    """The names of transformers' functions by which the model makes its masks inside."""
+    made: set[str] = set()
+
+    def noting(name: str, original: Any) -> Any:
+        def make(*args: Any, **kwargs: Any) -> Any:
+            made.add(name)
+            return original(*args, **kwargs)
+
+        return make
+
+    with contextlib.ExitStack() as patched:
+        for file in {sys.modules[type(m).__module__] for m in model.modules()}:
+            for name in {_WITH_WINDOW, "create_causal_mask"} & vars(file).keys():
+                patched.enter_context(mock.patch.object(file, name, noting(name, getattr(file, name))))
+        yield made
+
+
+def _with_window(call: AttentionCall, window: int) -> AttentionCall:
+    """A call of attention in a model whose masks all have this window, where it does not say it."""
+    if "sliding_window" in call.kwargs:
+        return call
+    return replace(call, untold=window, keys=replace(call.keys, window=window))
+
+
+def _for_layer(value: Any) -> Any:
+    """A layer's argument for the meta device. A mapping in which layers leave something for each other stays."""
     return tree_map(lambda t: t.to("meta") if isinstance(t, Tensor) else t, value)
 
 

@@ -29,11 +29,14 @@ def attach_hidden_states(handle: Handle) -> None:
         return
     tokens: Any = handle.model.get_input_embeddings()  # with an adapter around it, that as a whole
     inside = {id(m) for m in tokens.modules() if m is not tokens}
+    tiled = {id(inner) for m in handle.model.modules() if isinstance(m, TiledModule) for inner in m.modules()}
     for module in outside_layers(handle):
         if isinstance(module, TiledModule):
             module.travel = lambda: handle.travel()
         elif module is tokens or (isinstance(module, nn.Embedding) and id(module) not in inside):
-            handle.set_forward(module, _embedding(handle, module, module.forward))
+            handle.set_forward(module, _token_wise(handle, module, module.forward, x=False))
+        elif isinstance(module, nn.Linear) and id(module) not in {*inside, *tiled}:
+            handle.set_forward(module, _token_wise(handle, module, module.forward, x=True))
         elif any("inv_freq" in name for name, _ in module.named_buffers(recurse=False)):
             handle.set_forward(module, _rotary(handle, module.forward))
 
@@ -64,13 +67,15 @@ def travels(handle: Handle, inputs: StepInputs, kwargs: dict[str, Any]) -> bool:
     return True
 
 
-def _embedding(handle: Handle, module: nn.Module, original: Any) -> Any:
+def _token_wise(handle: Handle, module: nn.Module, original: Any, x: bool) -> Any:
+    """The forward of an embedding, or of a projection, whose input `x` lies on the host too."""
+
     def trainable() -> list[nn.Parameter]:
         return [p for p in module.parameters() if p.requires_grad]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        travel = None if handle.plain else handle.travel(x=False)
-        if travel is None or kwargs or len(args) != 1 or args[0].ndim != 2:
+        travel = None if handle.plain else handle.travel(x=x)
+        if travel is None or kwargs or len(args) != 1 or args[0].ndim != 2 + x:
             return original(*args, **kwargs)
         assert handle.chunk is not None
         return tiled_compute(

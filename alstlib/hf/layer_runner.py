@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten
 
 from alstlib.base.recompute import Saved, with_gradient
 from alstlib.hf.handle import Handle
 from alstlib.hf.indexed import WHY_WHOLE, has_indexer
-from alstlib.hf.support import check_recompute
+from alstlib.hf.shared import apart, is_shared
+from alstlib.hf.support import Facts
 from alstlib.linear.adapters import is_tokenwise
 from alstlib.offload.checkpoints import Segment, checkpoint
 from alstlib.streaming.chunked import LayerChunk, Stream
@@ -32,7 +33,6 @@ from alstlib.tiled.skip import Follower, Unread, find_followers
 def attach_runners(handle: Handle, layers: Sequence[nn.Module]) -> None:
     """Layers' own `forward` is wrapped on the instance: engines' hooks stay outside, in every transformers version."""
     kind: type[LayerRunner] = Whole if handle.chunk is None else Chunked
-    check_recompute(handle.facts)
     if handle.chunk is not None:
         _check_chunks(handle)
     chain = Chain()
@@ -47,7 +47,8 @@ def attach_blocks(handle: Handle) -> None:
     def first_layer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         blocks = None if handle.state is None else handle.state.blocks
         if blocks is not None and not blocks.pages:
-            handle.plan.blockwise(args[0] if args else kwargs["hidden_states"], blocks)
+            x = args[0] if args else kwargs["hidden_states"]
+            handle.plan.blockwise(tokens_first(x, handle.facts), blocks)
 
     first = handle.facts.layers[0]
     handle.edits.hook(first, first.register_forward_pre_hook(first_layer, with_kwargs=True))
@@ -106,21 +107,22 @@ class Whole(LayerRunner):
     def run(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         handle, plan, state = self.handle, self.handle.plan, self.handle.running
         if self.index == 0 and state.blocks is None:
-            plan.whole(x)
+            plan.whole(tokens_first(x, handle.facts))
+        shared, leaves, tensors, mappings = apart(args, kwargs)
         saved, weights = Saved(keep=plan.keeps_attention(self.index)), self.trainable()
         state = replace(state, saved=saved, drew=set(), followers=self.unread.followers)
         segment = self.chain.segment(self.index, x, plan.inputs_kept_every)
 
-        def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def run(x: Tensor, tensors: list[Tensor], leaves: list[Any]) -> Any:
             graph = saved.stage == "graph"
             if graph and self.index == 0:
                 plan.headroom.look(x.device)
             try:
                 with handle.entered(replace(state, skip=self.unread.holds and graph)):
-                    if saved.stage == "again":
-                        return run_whole(self.layer, x, lambda: self.original(x, *args, **kwargs))
                     once = self.look if saved.stage == "first" and not self.looked else self.original
-                    return once(x, *args, **kwargs)
+                    call = functools.partial(shared.run, functools.partial(once, x), leaves, tensors)
+                    out, left = run_whole(self.layer, x, call) if saved.stage == "again" else call()
+                    return shared.joined(out, left)
             finally:
                 for mlp, follower in self.unread.followers.items():
                     follower.expected = None
@@ -130,12 +132,12 @@ class Whole(LayerRunner):
         taken = any(p._post_accumulate_grad_hooks or hasattr(p, "ds_id") for p in weights)
         taken = taken or any(hasattr(m, "unshard") for m in self.layer.modules())
         out = checkpoint(
-            run, x, *args, store=handle.store, saved=saved, trains=bool(weights), accept=self.unread.accept,
-            segment=segment, module=self.layer, weights=None if taken else weights, **kwargs,
+            run, x, tensors, leaves, store=handle.store, saved=saved, trains=bool(weights), accept=self.unread.accept,
+            segment=segment, module=self.layer, weights=None if taken else weights,
         )  # fmt: skip
         if self.last:
             segment.end = None
-        return out
+        return shared.leave(mappings, out)
 
     def look(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the layer, and find out what follows its MLPs."""
@@ -167,23 +169,29 @@ class Chunked(LayerRunner):
         handle, plan, state = self.handle, self.handle.plan, self.handle.running
         if state.travels:
             x = x.cpu()  # the embeddings of a caller may come from a device
+        x = tokens_first(x, facts := handle.facts)
         if self.index == 0:
             plan.chunked(x, state.inputs.device, state.travels, train=torch.is_grad_enabled())
         state = replace(state, drew=set(), whole=True)
-        leaves, spec = tree_flatten((args, kwargs))
+        shared, leaves, tensors, mappings = apart(args, kwargs)
         cuts = [_token_dimension(t, x.shape[1], self.layer) for t in leaves]
+        trained = {i: t for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.requires_grad}
+        fixed = [(None, None) if i in trained else pair for i, pair in enumerate(zip(leaves, cuts))]
 
-        def run(part: Tensor, piece: LayerChunk) -> Tensor:
-            mine = [t if at is None else t[(slice(None),) * at + (piece.tokens,)] for t, at in zip(leaves, cuts)]
+        def run(part: Tensor, piece: LayerChunk, *beside: Tensor) -> Tensor:
+            mine = [t if at is None else t[(slice(None),) * at + (piece.tokens,)] for t, at in fixed]
             if state.travels:  # what is made for all layers may lie on the host too
                 mine = [t.to(part.device, non_blocking=True) if isinstance(t, Tensor) else t for t in mine]
-            some_args, some_kwargs = tree_unflatten(mine, spec)
+            for i, t in zip(trained, beside):
+                mine[i] = t
             again = piece.graph
             if again and self.index == 0:
                 plan.headroom.look(part.device)
             with handle.entered(replace(state, part=piece, skip=self.unread.holds and again)):
-                out = self.original(part, *some_args, **some_kwargs)
-            return self.only(out)
+                layer = functools.partial(self.original, as_given(part, facts))
+                out, left = shared.run(layer, mine, [t.transpose(1, 2) for t in beside[len(trained) :]])
+            piece.left = [t.transpose(1, 2) for t in left]
+            return tokens_first(self.only(out), facts)
 
         assert handle.chunk is not None
         segment = self.chain.segment(self.index, x, plan.inputs_kept_every)
@@ -193,9 +201,11 @@ class Chunked(LayerRunner):
             device=state.inputs.device, travels=state.travels, kv_on_host=plan.kv_on_host,
             tokenwise=self.tokenwise, whole=functools.partial(run_whole, self.layer), choices=handle.page_chooser(),
         )  # fmt: skip
-        out = stream(x, segment)
+        out, *left = stream(x, segment, [*trained.values(), *(t.transpose(1, 2) for t in tensors)])
         if self.last:
             segment.end = None
+        shared.leave(mappings, [None, *(t.transpose(1, 2) for t in left)])
+        out = as_given(out, facts)
         return out if self.nothing is None else (out, *self.nothing)
 
     def only(self, out: Any) -> Tensor:
@@ -208,11 +218,12 @@ class Chunked(LayerRunner):
             return out
         if any(o is not None for o in out[1:]):
             where = f"layer {self.index} ({type(self.layer).__name__})"
-            raise ValueError(f"{where} returns more than its output, so it cannot run in chunks; use chunk=None")
+            raise ValueError(f"{where} {RETURNS_MORE}")
         self.nothing = out[1:]
         return out[0]
 
 
+RETURNS_MORE = "returns more than its output, so it cannot run in chunks; use chunk=None"
 CACHES = {"past_key_values", "past_key_value", "layer_past", "cache_params"}
 """What layers call a cache. One that takes none may need all tokens at once."""
 
@@ -227,11 +238,27 @@ def _check_chunks(handle: Handle) -> None:
         if any(has_indexer(m) for m in layer.modules()):
             raise ValueError(f"layer {i} ({type(layer).__name__}) {WHY_WHOLE}; use chunk=None")
     for i, call in enumerate(handle.facts.calls):
-        for value in tree_flatten(call.others)[0]:
-            _token_dimension(value, call.hidden.shape[1], call.layer)
+        where, tokens = f"layer {i} ({type(call.layer).__name__})", call.hidden.shape[handle.facts.tokens_at]
+        others = tree_flatten(call.others)[0]
+        for value in others:
+            _token_dimension(value, tokens, call.layer)
+        for t in tree_flatten([dict(mapping) for mapping in others if is_shared(mapping)])[0]:
+            if t.ndim != 4 or t.shape[2] != tokens:
+                raise ValueError(f"{where} shares a tensor {list(t.shape)} that is no keys or values; use chunk=None")
+        if call.more:
+            raise ValueError(f"{where} {RETURNS_MORE}")
         if len(call.attention) > 1:
-            where = f"layer {i} ({type(call.layer).__name__})"
             raise ValueError(f"{where} calls attention more than once, so it cannot run in chunks; use chunk=None")
+
+
+def tokens_first(x: Tensor, facts: Facts) -> Tensor:
+    """Hidden states [B, L, E] or [B, L, A, E], of those of a layer: [A, B, L, E] where it has A of each token."""
+    return x if facts.tokens_at == 1 else x.movedim(0, facts.tokens_at)
+
+
+def as_given(x: Tensor, facts: Facts) -> Tensor:
+    """Hidden states as a layer gets and returns them, of [B, L, ..., E]."""
+    return x if facts.tokens_at == 1 else x.movedim(facts.tokens_at, 0)
 
 
 def _ensure_input_grad(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -244,19 +271,16 @@ def _token_dimension(value: Any, tokens: int, layer: nn.Module) -> int | None:
     """The dimension of a layer's further argument that goes with its tokens; None for none.
 
     Raises:
-        ValueError: an argument that a chunk cannot be cut out of, or that needs a gradient.
+        ValueError: an argument that a chunk cannot be cut out of.
     """
     if not isinstance(value, Tensor) or value.ndim == 0:
         return None
     at = 0 if value.ndim == 1 else 1
     if value.ndim == 3 and value.shape[2] == tokens != value.shape[1] and not value.is_floating_point():
         return 2  # positions of several dimensions, [3, B, L]
-    if value.requires_grad or (
-        value.shape[at] != tokens and (tokens in value.shape or (at == 1 and value.shape[1] > 1))
-    ):
+    if value.shape[at] != tokens and (value.requires_grad or tokens in value.shape or (at == 1 and value.shape[1] > 1)):
         raise ValueError(
-            f"{type(layer).__name__} takes an input {list(value.shape)} that cannot be cut into chunks, or needs a "
-            "gradient; use chunk=None"
+            f"{type(layer).__name__} takes an input {list(value.shape)} that cannot be cut into chunks; use chunk=None"
         )
     return at if value.shape[at] == tokens else None
 

@@ -46,22 +46,27 @@ class UnplacedModel(nn.Module):
             yield p
 
 
-def _whole(run: RunConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def _whole(run: RunConfig, dtype: torch.dtype, device: torch.device, images: bool) -> PreTrainedModel:
     """The run's model on the host. Random weights are drawn on the device where they fit: 1.5B of them take 12 s on a
     host, in one thread."""
     if has_random_weights(run) and (here := accelerator(device)) is not None:
         with contextlib.suppress(torch.OutOfMemoryError):
             with device:
-                model = load_model(run, dtype)
+                model = load_model(run, dtype, images=images)
             model.cpu()
             here.empty_cache()
             return model
         here.empty_cache()
-    return load_model(run, dtype)
+    return load_model(run, dtype, images=images)
 
 
-def load_on_first(run: RunConfig, dtype: torch.dtype, device: torch.device) -> UnplacedModel:
+def load_on_first(
+    run: RunConfig, dtype: torch.dtype, device: torch.device, *, images: bool = False
+) -> UnplacedModel:  # fmt: skip
     """The run's model on every rank, with its weights on rank 0's host only. A collective.
+
+    Args:
+        images: whether it is to read images.
 
     Raises:
         Exception: what a rank met while it loaded, on every rank; elsewhere it is a RuntimeError, or a ValueError too.
@@ -69,10 +74,10 @@ def load_on_first(run: RunConfig, dtype: torch.dtype, device: torch.device) -> U
     first = dist.get_rank() == 0
     with Agreement(SPContext.create(), "load_on_first", {}, waits=True):
         if first:
-            model = _whole(run, dtype, device)
+            model = _whole(run, dtype, device, images)
         else:
             with torch.device("meta"):
-                model = load_model(run.replace(model={"random_weights": True}), dtype)
+                model = load_model(run.replace(model={"random_weights": True}), dtype, images=images)
     tensors = [*model.named_parameters(), *model.named_buffers()]
     told = {name: [list(t.shape), str(t.dtype).partition(".")[2]] for name, t in tensors}
     waiting = {name: p.data for name, p in model.named_parameters()} if first else {}

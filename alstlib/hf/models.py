@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig, PreTrainedModel
 
 from alstlib.base.config import RunConfig
 from alstlib.base.options import check_names
@@ -53,17 +53,28 @@ def has_random_weights(run: RunConfig) -> bool:
     return run.model.name in SHAPES if run.model.random_weights is None else run.model.random_weights
 
 
-def load_model(run: RunConfig, dtype: torch.dtype, *, shape_only: bool = False) -> PreTrainedModel:
+def auto_class(config: Any, images: bool) -> Any:
+    """What of transformers loads a model: the decoder alone, if it is one by itself and reads no images; else the model
+    that reads images and text, where there is one."""
+    both = type(config) in AutoModelForImageTextToText._model_mapping
+    alone = type(config) in AutoModelForCausalLM._model_mapping
+    return AutoModelForImageTextToText if both and (images or not alone) else AutoModelForCausalLM
+
+
+def load_model(
+    run: RunConfig, dtype: torch.dtype, *, shape_only: bool = False, images: bool = False
+) -> PreTrainedModel:  # fmt: skip
     """The run's model, in training mode: pre-trained, or with random weights that its seed decides. With `shape_only`
-    nothing is read but its config (see `model_config`)."""
+    nothing is read but its config (see `model_config`); with `images` it is to read images (see `auto_class`)."""
     config = model_config(run.model.name, run.model.config, run.model.trust_remote_code, shape_only=shape_only)
+    auto = auto_class(config, images)
     random = shape_only or has_random_weights(run)
     if random:
         torch.manual_seed(run.optim.seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=run.model.trust_remote_code)
+        model = auto.from_config(config, dtype=dtype, trust_remote_code=run.model.trust_remote_code)
     else:
         try:
-            found: Any = AutoModelForCausalLM.from_pretrained(
+            found: Any = auto.from_pretrained(
                 run.model.name,
                 config=config,
                 dtype=dtype,

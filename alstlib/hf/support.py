@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from alstlib.base.mesh import ATTACHED
 from alstlib.hf.by_position import CHUNKED, attention_chunk, scales_by_position
-from alstlib.hf.dry_run import Keys, LayerCall, dry_run
+from alstlib.hf.dry_run import ROWS, Keys, LayerCall, dry_run
 from alstlib.hf.indexed import INDEXED, WHY_WHOLE, has_indexer
 from alstlib.kernels.backends import choose_backend, of_user
 from alstlib.linear.adapter import plain_forward
@@ -40,6 +40,8 @@ class Facts:
     kv_heads: int = 0
     kv_widths: int = 0
     """Key/value heads of the layer that has the most of them by width, and the width of a key and a value together."""
+    tokens_at: int = 1
+    """The dimension of a layer's hidden states that goes with its tokens."""
     offset: int = 0
     """Position of the first token, as the model numbers its tokens."""
     attending: Sequence[int] = ()
@@ -127,7 +129,7 @@ def check_model(model: PreTrainedModel, kernel: str | Callable[..., Any]) -> Fac
     last, parts = {call.layer: call for call in calls}, [m for layer in layers for m in layer.modules()]
     return Facts(
         layers=layers, calls=calls, transform=transform, heads=output.heads, value_width=output.value_width,
-        kv_heads=most.kv_heads, kv_widths=most.widths, offset=offset,
+        kv_heads=most.kv_heads, kv_widths=most.widths, offset=offset, tokens_at=[*calls[0].hidden.shape].index(ROWS),
         attending=[i for i, layer in enumerate(layers) if layer not in without],
         keys=[_keys(last[layer], most) for layer in layers], not_by_blocks=_not_by_blocks(layers, calls),
         by_longest=any(by_longest(m) for m in model.modules()), routers=_routers(model), granule=backend.granule,
@@ -165,14 +167,11 @@ def _keys(call: LayerCall, most: Keys) -> Keys:
 def _not_by_blocks(layers: Sequence[nn.Module], calls: Sequence[LayerCall]) -> str:
     """Why a layer cannot run on some of the tokens, by its calls in a dry run; empty where all can."""
     attended = Counter(call.layer for call in calls for _ in call.attention)
-    reads = {call.layer for call in calls if call.attention and call.reads}
     for i, layer in enumerate(layers):
         if attended[layer] > 1:
             return f"layer {i} ({type(layer).__name__}) calls attention more than once"
         if any(has_indexer(m) for m in layer.modules()):
             return f"layer {i} ({type(layer).__name__}) {WHY_WHOLE}"
-        if layer in reads:
-            return f"layer {i} ({type(layer).__name__}) reads what other layers have left for it"
     return ""
 
 
@@ -207,7 +206,7 @@ def _check_calls(model: PreTrainedModel, calls: Sequence[LayerCall]) -> None:
             name = type(model).__name__
             raise ValueError(f"{name} computes attention by itself, not through transformers' AttentionInterface")
         for a in call.attention:
-            check_attention(a.module, a.mask, a.dropout, a.kwargs)
+            check_attention(a.module, a.mask, a.dropout, with_window(a.kwargs, a.untold))
 
 
 SLIDING = ("sliding_attention", "hybrid_sliding")
@@ -239,28 +238,22 @@ def check_shared(shared: Iterable[tuple[str, nn.Parameter]], zero3: bool = False
 
 
 def _attends(module: nn.Module) -> bool:
-    return any("attention" in type(m).__name__.lower() for m in module.modules())
+    return any("attention" in type(m).__name__.lower() or _calls_attention(m) for m in module.modules())
+
+
+def _calls_attention(module: nn.Module) -> bool:
+    """Whether a module calls transformers' attention by itself, whatever its name is (LongCat's is MLA)."""
+    code = getattr(plain_forward(module), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
 def _mixes_tokens(module: nn.Module) -> bool:
     """Whether a module of a layer, other than attention, mixes tokens, as far as its kind tells."""
     kind = type(module).__name__.lower()
-    code = getattr(plain_forward(module), "__code__", None)
-    if code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names:  # attention, whatever the model's name is
+    if _calls_attention(module):
         return False
     named = any(m in kind for m in MIXERS) and not kind.endswith("norm")  # a norm has its model's name
     return named or isinstance(module, nn.RNNBase) or (isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1)
-
-
-def check_recompute(facts: Facts) -> None:
-    """Refuse layers that hand each other more than their outputs: a recompute could not give the rest a gradient."""
-    for i, call in enumerate(facts.calls):
-        known = call.finished or call.attention
-        if any(isinstance(v, MutableMapping) for v in call.others) and (call.reads or not known):
-            raise ValueError(
-                f"layer {i} ({type(call.layer).__name__}) shares state with other layers (such as keys and values) in "
-                "a mapping: recomputed, it would lose their gradients; use checkpoint=False and chunk=None"
-            )
 
 
 def heads_of(config: Any) -> tuple[int, int, int]:
@@ -270,6 +263,11 @@ def heads_of(config: Any) -> tuple[int, int, int]:
         return 0, 0, 0
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     return heads, getattr(config, "num_key_value_heads", None) or heads, width
+
+
+def with_window(kwargs: dict[str, Any], untold: int | None) -> dict[str, Any]:
+    """What a layer hands to its attention, with the window that only its model's mask has."""
+    return kwargs if untold is None else {**kwargs, "sliding_window": untold}
 
 
 def check_attention(module: nn.Module, mask: Any, dropout: float, kwargs: dict[str, Any]) -> None:

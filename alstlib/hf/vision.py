@@ -14,6 +14,7 @@ makes, m placeholders of its slice.
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -37,6 +39,11 @@ REFUSED_MODELS = {
     **dict.fromkeys(
         ("gemma3", "shieldgemma2", "gemma4", "gemma4_unified", "paligemma"),
         "tokens of an image attend to each other in both directions, which is not exact on a sharded sequence",
+    ),
+    **dict.fromkeys(
+        ("llava_next", "llava_next_video", "llava_onevision"),
+        "how many features an image has follows from the size that it had before it was cut into tiles, and from the "
+        "number of images in its sample, and the plan of features does not know this arithmetic",
     ),
 }
 """Why models cannot read images here, by their type."""
@@ -82,6 +89,28 @@ def tower_modules(model: PreTrainedModel) -> list[nn.Module]:
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     text = {*decoder.modules(), *([] if head is None else head.modules())}
     return [m for m in model.modules() if m not in text and not text & {*m.modules()}]
+
+
+def never_trained(handle: Handle) -> set[nn.Parameter]:
+    """The parameters of the tower that no feature depends on, as of a last layer behind the one whose output is read:
+    they have no gradient in plain transformers either. Runs the tower on a blank image."""
+    if handle.images is None:
+        return set()
+    model, ran = handle.model, set[nn.Module]()
+    inner: Any = model.base_model
+    blank = {n: t.to(model.device, model.dtype if t.is_floating_point() else t.dtype)
+             for n, t in handle.images.joined([]).items()}  # fmt: skip
+    with (
+        handle.as_its_own(), torch.random.fork_rng(), torch.enable_grad(),
+        register_module_forward_pre_hook(lambda module, _: ran.add(module)),
+    ):  # fmt: skip
+        features = features_made(inner.get_image_features(**blank))
+        total = torch.stack([t.float().sum() for t in features]).sum()
+    # of a module that does not run here, such as the projector of Llama 4, nothing is known
+    tower = [p for module in ran for p in module.parameters(recurse=False) if p.requires_grad]
+    if not total.requires_grad:  # all that features depend on is frozen
+        return {*tower}
+    return {p for p, g in zip(tower, torch.autograd.grad(total, tower, allow_unused=True)) if g is None}
 
 
 def take_images(handle: Handle, kwargs: dict[str, Any]) -> Mapping[str, Any]:
@@ -167,11 +196,12 @@ def give_images(handle: Handle, kwargs: dict[str, Any], inputs: StepInputs) -> N
 
 def _checkpointed(handle: Handle, layer: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
     """A layer of the tower that keeps only its input, in the store of the text's layers."""
+    first = next(iter(inspect.signature(original).parameters))
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if handle.plain or handle.state is None or not torch.is_grad_enabled():
             return original(*args, **kwargs)
-        x, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
+        x, args = (args[0], args[1:]) if args else (kwargs.pop(first), ())
         trains = any(p.requires_grad for p in layer.parameters())
         return checkpoint(original, x, *args, store=handle.store, trains=trains, module=layer, **kwargs)
 
@@ -183,17 +213,28 @@ def _checkpointed(handle: Handle, layer: nn.Module, original: Callable[..., Any]
 
 def _travelled(out: Any, plan: FeaturePlan, exchange: Exchange) -> Any:
     """What the tower made, with the features of this rank's slice in the place of those of its images."""
-    made = [out.pooler_output, *(getattr(out, "deepstack_features", None) or ())]
-    features = [t.flatten(0, -2) if isinstance(t, Tensor) else torch.cat([*t]) for t in made]
+    features, name = features_made(out), _named(out)
+    made = [out[name], *(getattr(out, "deepstack_features", None) or ())]
     if len(plan.send) > len(features[0]):
         raise ValueError(
             f"the tower made {len(features[0])} features of images that have {len(plan.send)} placeholders"
         )
     arrived = TravelledFeatures.apply(torch.cat(features, 1), plan, exchange).split([t.shape[1] for t in features], 1)
-    out.pooler_output, *deep = map(_like, arrived, made)
+    out[name], *deep = map(_like, arrived, made)
     if deep:
         out.deepstack_features = deep
     return out
+
+
+def _named(out: Any) -> str:
+    """The field of a tower's output that has the features: those of Llama 4 are projected later."""
+    return "last_hidden_state" if out.pooler_output is None else "pooler_output"
+
+
+def features_made(out: Any) -> list[Tensor]:
+    """The features [n, E] of a tower's output, and those of DeepStack."""
+    made = [out[_named(out)], *(getattr(out, "deepstack_features", None) or ())]
+    return [t.flatten(0, -2) if isinstance(t, Tensor) else torch.cat([*t]) for t in made]
 
 
 def _like(features: Tensor, made: Any) -> Any:
@@ -286,7 +327,7 @@ def _by_patches(videos: bool) -> Callable[[Any, Any, Any], ImageLayout]:
 
 LAYOUTS: dict[str, Callable[[Any, Any, Any], ImageLayout | None]] = {
     **dict.fromkeys(("llava", "vipllava", "internvl", "qianfan_ocr", "idefics2", "idefics3", "smolvlm"), _same_size),
-    **dict.fromkeys(("aya_vision", "cohere2_vision", "got_ocr2", "pp_chart2table"), _same_size),
+    **dict.fromkeys(("aya_vision", "cohere2_vision", "got_ocr2", "pp_chart2table", "llama4"), _same_size),
     **dict.fromkeys(("mistral3", "lighton_ocr"), _by_pixels),
     **dict.fromkeys(
         ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _by_patches(True)

@@ -82,11 +82,17 @@ class Backend:
 
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    return aten._scaled_dot_product_flash_attention_for_cpu(*_in_line(q, k, v), 0.0, causal, scale=scale)
 
 
 def _cpu_backward(dout: Tensor, kept: Attended, scale: float, causal: bool) -> tuple[Tensor, ...]:
-    return aten._scaled_dot_product_flash_attention_for_cpu_backward(dout, *kept, 0.0, causal, scale=scale)
+    tensors = _in_line(dout, *kept)
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, 0.0, causal, scale=scale)
+
+
+def _in_line(*tensors: Tensor) -> list[Tensor]:
+    """The tensors, copied where a head's numbers do not lie side by side: the kernel reads them as if they did."""
+    return [t if t.stride(-1) == 1 else t.contiguous() for t in tensors]
 
 
 # ----- PyTorch on CUDA

@@ -52,6 +52,10 @@ class Activations:
     """Checkpoints that wait on a disk."""
     disk_short: bool = False
     """Whether a larger disk would take what neither host nor disk has room for."""
+    blocks: int = 1
+    """The number of blocks of the whole model that run one after the other."""
+    twice: float = 0.0
+    """The share of tokens whose block runs forward without a graph before its recompute, for the blocks after it."""
 
     @property
     def peak(self) -> int:
@@ -207,7 +211,8 @@ def _by_blocks(
         copied += round(shape.attending * page * visits * (2 / 3 + 1))
     host = pages * kv
     return replace(
-        one, device=taken, host=one.host + host, host_needed=one.host_needed + host, copied=copied
+        one, device=taken, host=one.host + host, host_needed=one.host_needed + host, copied=copied, blocks=blocks,
+        twice=1.0,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from alstlib.base.config import Engine, Model, RunConfig, not_default, row_config
-from alstlib.base.units import GIB, parse_quantity
+from alstlib.base.units import GIB, format_seconds, parse_quantity
 from alstlib.planner import devices
 from alstlib.planner.fits import known_only
 from alstlib.planner.gpus import GPUS, Rates, label_bytes, rates_of
@@ -23,8 +23,9 @@ from alstlib.planner.machine import Machine, Overheads, read_machine
 from alstlib.planner.model_shapes import Shape, read_shape
 from alstlib.planner.prediction import Prediction, with_degree
 from alstlib.planner.question import HELP, NEEDED, WAYS, Answer, Question, Variant, trained_length
-from alstlib.planner.rendering import LATE, PATIENCE, describe, describe_machines, say
+from alstlib.planner.rendering import LATE, PATIENCE, describe, describe_machines, introduce, say, table
 from alstlib.planner.tables import console
+from alstlib.planner.trees import cost
 
 EXIT = (
     "exit status: 0 the length fits (without --seq-len: some length does; of several machines: one of them holds it), "
@@ -46,6 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seq-len", metavar="TOKENS",
         help="the tokens of one sample, such as 500K or 3.7M (default: the longest sample that fits is found); "
         "without --gpus: the smallest machines that hold it",
+    )  # fmt: skip
+    what.add_argument(
+        "--tree", metavar="TREE",
+        help="a step on trajectories that share prefixes (tree_step), compared with one by one: 800K,8x200K is a "
+        "prefix of 800K tokens before 8 branches of 200K each, and a third part would branch again",
     )  # fmt: skip
     what.add_argument(
         "--preset", choices=PRESETS, default="ours",
@@ -188,8 +194,8 @@ def read(args: argparse.Namespace) -> Request:
     names = [name for name in (args.gpu or "").split(",") if name.strip()]
     every = gpus is None and not args.gpu_memory
     rates = [measured.rates] if measured else [rates_of(name) for name in names or (GPUS if every else ["H100"])]
-    if len(rates) > 1 and args.gpu_memory:
-        raise ValueError("--gpu-memory is that of one kind of GPU: name one with --gpu")
+    if len(rates) > 1 and (args.gpu_memory or args.tree):
+        raise ValueError("--gpu-memory and --tree are about one kind of GPU: name one with --gpu")
     terms: dict[str, Any] = {
         n: parse_quantity(v, n) for n in ("context", "nccl", "process") if (v := getattr(args, n)) is not None
     }
@@ -204,6 +210,8 @@ def read(args: argparse.Namespace) -> Request:
 def command(args: argparse.Namespace) -> int:
     """`alst plan`; its exit status is EXIT's."""
     request = read(args)
+    if args.tree:
+        return tree(request)
     if request.gpus is None or len(request.rates) > 1:
         return machines(request)
     question, wanted = request.question(request.rates[0], request.gpus), request.seq_len
@@ -221,6 +229,24 @@ def command(args: argparse.Namespace) -> int:
         for shown in describe(question, best, found, each):
             console().print(shown)
     return 0 if fits else 1
+
+
+def tree(request: Request) -> int:
+    """The question about trajectories that share prefixes, as a tree and one by one."""
+    args, question = request.args, request.question(request.rates[0], request.gpus or 1)
+    if args.seq_len or args.preset != "ours":
+        raise ValueError("--tree is about a step of this library: leave out --seq-len and --preset")
+    found, counts = cost(question, args.tree)
+    alone, each = cost(question, f"{counts['leaves']}x{found.seq_len}")
+    if args.json:
+        made = {**found.to_dict(), **counts, "one_by_one": {**alone.to_dict(), **each}}
+        print(json.dumps({"mode": "predicted", **made}, indent=2))
+        return 0 if found.fits else 1
+    then = f"one by one {format_seconds(alone.seconds['step'])}, {each['tokens']:,} tokens"
+    speed = f"{counts['tokens']:,} tokens; {then}"
+    for shown in (*introduce(question), table(found, question.machine, speed)):
+        console().print(shown)
+    return 0 if found.fits else 1
 
 
 def fields_of(texts: Sequence[str], option: str) -> dict[str, Any]:

@@ -190,15 +190,21 @@ def heading(shape: Shape, preset: str) -> str:
     return f"{shape.name} ({shape.family}, {shape.parameters / 1e9:.2f}B parameters){whose}; predicted, nothing was run"
 
 
-def describe(question: Question, best: Prediction | None, found: Prediction | None, each: float) -> Iterator[Any]:
-    """The answer to a question, as it is computed. `each` is how long one search for a longest sequence takes."""
-    machine, nodes, ours = question.machine, question.machine.nodes, question.preset == "ours"
+def introduce(question: Question) -> Iterator[str]:
+    """What is asked about, as it was understood."""
+    nodes = question.machine.nodes
     yield heading(question.shape, question.preset)
     yield f"{question.name}, {nodes} node{'s' if nodes > 1 else ''}"
     yield from (f"  {key}: {text}" for key, text in question.understood.items())
     if question.assumed:
         yield f"Assumed: {'; '.join(f'{text} ({option})' for option, text in question.assumed.items())}."
     yield ""
+
+
+def describe(question: Question, best: Prediction | None, found: Prediction | None, each: float) -> Iterator[Any]:
+    """The answer to a question, as it is computed. `each` is how long one search for a longest sequence takes."""
+    machine, ours = question.machine, question.preset == "ours"
+    yield from introduce(question)
     if best is not None:
         yield f"Longest sequence: {best.seq_len:,} tokens; {limited_by(question.beyond(best))}."
         yield f"A step of it takes {format_seconds(best.seconds['step'])}: {question.speed(best)}."

@@ -93,8 +93,7 @@ def step_seconds(
     forward, backward = attention_rates(shape, found, rates)
     linear = linear_flops(shape, seq_len * run.data.batch_size)
     attention = attention_flops(shape, seq_len, found.attention_share) * run.data.batch_size
-    blocks = -(-seq_len // (run.block * ranks)) if run.block else 1
-    first = float(blocks > 1)  # a forward of each block without a graph
+    first = found.twice
     once = 1 + products_of_backward(run)
     keys_again = float(run.chunk is not None)  # keys and values are made again before backward
     tiles_again = float(preset == "paper" and bool(run.options.tile("mlp")))  # its tiles run again in backward
@@ -115,7 +114,7 @@ def step_seconds(
     times = run.optim.accumulation
     made = {"matrix products": matmul * times, "attention": core * times, "exchange": exchange * times}
     computing, offload = (matmul + core) * times, found.copied / rates.host * times
-    waited = max(0.0, zero_seconds(shape, run, machine, remade) * blocks - computing)
+    waited = max(0.0, zero_seconds(shape, run, machine, remade) * found.blocks - computing)
     if run.options.offload:
         waited += offload if run.options.offload == "sync" else max(0.0, offload - computing)
     if found.disk:  # written in the forward, and read in the backward

@@ -20,7 +20,7 @@ EXIT = (
 )
 OPTIONS = {
     "--model": ("NAME", None, "a folder with a model, or a name on the Hugging Face hub"),
-    "--data": ("PATH", None, "a file or folder of text, JSON lines or Parquet, or a name on the hub"),
+    "--data": ("PATH", None, "a file or folder of text, JSON lines (with images) or Parquet, or a name on the hub"),
     "--out": ("FOLDER", "tuned", "the model is saved to FOLDER/model, an adapter also to FOLDER/adapter"),
     "--lora": ("FIELDS", "", "train an adapter: fields of peft's LoraConfig, such as r=16,lora_alpha=32"),
     "--sp": ("RANKS", "0", "the ranks that share each sample; 0: all of them"),
@@ -89,5 +89,5 @@ def finetune(args: argparse.Namespace) -> int:
         print(f"alst: {results.why(result)} (the ranks' logs are in {out / 'logs'})", file=sys.stderr)
         return 1
     print(*(f"note: {note}" for note in result["metrics"]["notes"]), sep="\n")
-    print(f'saved; load it with: AutoModelForCausalLM.from_pretrained("{run.output.save_to}")')
+    print(f'saved; load it with: {result["metrics"]["loaded_by"]}.from_pretrained("{run.output.save_to}")')
     return 0

@@ -77,6 +77,8 @@ class LayerChunk:
     """Output [B, H, C, D] (sequence layout) and logsumexp [B, H / P, P C] (head layout): left by the first pass
     where `keep` says so, and taken by the recompute."""
     carried: Carried = field(default_factory=Carried)
+    left: list[Tensor] = field(default_factory=list)
+    """Tensors [B, C, ...] that the layer has made of it for other layers, with gradients that come back."""
     calls: Counter[Hashable] = field(default_factory=Counter)
     """How often each of the layer's parts that mix tokens has run: its attention, and those that hand something on."""
     leaves_at: int = 0
@@ -172,7 +174,8 @@ class Stream:
     """One call of a layer that is streamed: how, and from its first pass to its backward what it keeps.
 
     Args:
-        run: (x [B, C, E], chunk) -> [B, C, E]: the layer on some tokens; its attention goes to `LayerChunk.attend`.
+        run: (x [B, C, E], chunk, *those beside [B, C, ...]) -> [B, C, E]: the layer on some tokens; its attention goes
+            to `LayerChunk.attend`, and what it makes for other layers to `LayerChunk.left`.
         chunk: tokens of this rank in a chunk.
         ranks: P.
         device: where chunks run.
@@ -188,7 +191,7 @@ class Stream:
         whole: calls a function of the layer's input in another layer's backward, with weights that an engine put away.
     """
 
-    run: Callable[[Tensor, LayerChunk], Tensor]
+    run: Callable[..., Tensor]
     chunk: int
     ranks: int
     device: torch.device
@@ -206,19 +209,26 @@ class Stream:
     """What the recompute of each chunk takes over from its first pass."""
     tickets: list[Any] = field(default_factory=list)
     """The tickets of each chunk's attention outputs in the store."""
+    beside: list[Tensor] = field(default_factory=list)
+    """Further inputs [B, L, ...] with gradients; they stay where they are."""
+    left: list[Tensor] = field(default_factory=list)
+    """What the first pass has made for other layers [B, L, ...]; on the device."""
     calls: int = 0
     """The calls of parts that mix tokens, in one chunk."""
     held: Any = None
     """The input of a segment's first layer: parked in the store, where hidden states lie on the host, or a ticket."""
 
-    def __call__(self, x: Tensor, segment: Segment | None = None) -> Tensor:
-        """x [B, L, E] -> [B, L, E], with the same gradients for x and the weights as the layer as a whole.
+    def __call__(self, x: Tensor, segment: Segment | None = None, beside: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+        """x [B, L, E] -> [B, L, E], and what the layer has made for other layers; with the same gradients for x, for
+        those beside it and for the weights as the layer as a whole.
 
         Args:
             segment: consecutive layers of which, where hidden states travel, only the first keeps its input.
+            beside: further inputs [B, L, ...] that need gradients.
         """
+        self.beside = [t.detach() for t in beside]
         # a layer that knew its segment would be a circle: tensors go when the graph goes
-        return _Streamed.apply(self, segment or Segment(), torch.is_grad_enabled(), x, *self.params())
+        return _Streamed.apply(self, segment or Segment(), torch.is_grad_enabled(), x, *beside, *self.params())
 
     def chunks(self, tokens: int, graph: bool, courier: Courier) -> list[LayerChunk]:
         p, length = self.ranks, tokens * self.ranks
@@ -239,7 +249,9 @@ class Stream:
             if first:
                 self.replays.append(Replay(self.device, self.module))
             with contextlib.nullcontext() if first else self.replays[i](), unchanged(part, self.module):
-                put_part(way, out, piece.tokens, self.run(part, piece))
+                put_part(way, out, piece.tokens, self.run(part, piece, *self.beside_of(piece)))
+            if first:
+                self._leave(piece, x.shape[1])
             self.calls = piece.calls.total()
             if first and piece.kept:
                 self.tickets.append(self.store.ticket(part=True))
@@ -247,6 +259,16 @@ class Stream:
                     self.store.put(self.tickets[-1], piece.kept.pop(0))
         courier.finish()
         return out
+
+    def beside_of(self, piece: LayerChunk) -> list[Tensor]:
+        """The chunk's part of the further inputs, on the device."""
+        return [t[:, piece.tokens].to(self.device, non_blocking=True) for t in self.beside]
+
+    def _leave(self, piece: LayerChunk, tokens: int) -> None:
+        made, piece.left = piece.left, []
+        self.left = self.left or [t.new_empty(t.shape[0], tokens, *t.shape[2:]) for t in made]
+        for whole, t in zip(self.left, made):
+            whole[:, piece.tokens] = t
 
     # ----- as a member of its segment
 
@@ -260,7 +282,7 @@ class Stream:
 
 class _Streamed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, stream: Stream, segment: Segment, train: bool, x: Tensor, *_: Tensor) -> Tensor:
+    def forward(ctx: Any, stream: Stream, segment: Segment, train: bool, x: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
         train = train and any(ctx.needs_input_grad)
         stream.keep = stream.keep and train
         out = stream.without_graph(x, first=True)
@@ -271,19 +293,21 @@ class _Streamed(torch.autograd.Function):
             elif not segment.members:
                 stream.held = stream.store.park(x)
             ctx.device, ctx.segment, ctx.index = stream.device, segment, segment.add(stream, out)
-        return out
+        left, stream.left = stream.left, []
+        return out, *left
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor, *left: Tensor) -> tuple[Any, ...]:
         x, stream = ctx.segment.take(ctx.index, ctx.device)
         store, tickets, replays = stream.store, stream.tickets, stream.replays
         if stream.travels:
             check_thread(ctx.device)
-        needs = ctx.needs_input_grad[4:]
+        needs = ctx.needs_input_grad[4 + len(stream.beside) :]
         params, courier = those_that_train(stream.params(), needs), Courier(store, ctx.device)
         way = courier if stream.travels else None
         sums = GradientSums(params)
+        more: list[Any] = [None] * len(stream.beside)
         # a copy that came back from the host is ours, and read for the last time before it is written
         grad_x = room_like(way, x) if stream.travels or store.mode == "none" else x
         pieces = stream.chunks(x.shape[1], True, courier)
@@ -292,28 +316,34 @@ class _Streamed(torch.autograd.Function):
             piece, replay = pieces.pop(), replays.pop()
             piece.kept = store.get(tickets.pop(), courier.device) if tickets else []
             leaf = part.contiguous().detach().requires_grad_()
-            y = _recompute(stream, leaf, piece, replay)
-            if not stream.accept(y):
+            beside = [t.detach().requires_grad_() for t in stream.beside_of(piece)]
+            y = _recompute(stream, [leaf, *beside], piece, replay)
+            if not stream.accept([y, *piece.left]):
                 del y
                 piece.calls.clear()
-                y = _recompute(stream, leaf, piece, replay)
+                y = _recompute(stream, [leaf, *beside], piece, replay)
+            ends, grads = [y, *piece.left], [upstream, *(g[:, piece.tokens] for g in left)]
             with replay():
-                grads = list(torch.autograd.grad(y, [leaf, *params], upstream, allow_unused=True))
-            del y, part, upstream
+                grads = list(torch.autograd.grad(ends, [leaf, *beside, *params], grads, allow_unused=True))
+            del y, ends, part, upstream
             put_part(way, grad_x, piece.tokens, grads.pop(0))
+            for i, t in enumerate(stream.beside):
+                if (g := grads.pop(0)) is not None:
+                    more[i] = torch.zeros_like(t) if (known := more[i]) is None else known
+                    more[i][:, piece.tokens] = g
             sums.add(grads, last=not pieces)
-            del piece, grads, leaf
+            del piece, grads, leaf, beside
         courier.finish()
-        return None, None, None, grad_x, *sums.done(needs)
+        return None, None, None, grad_x, *more, *sums.done(needs)
 
 
 def _slices(pieces: Sequence[LayerChunk]) -> list[slice]:
     return [piece.tokens for piece in pieces]
 
 
-def _recompute(stream: Stream, leaf: Tensor, piece: LayerChunk, replay: Replay) -> Tensor:
+def _recompute(stream: Stream, leaves: Sequence[Tensor], piece: LayerChunk, replay: Replay) -> Tensor:
     with replay(), torch.enable_grad():
-        return stream.run(leaf, piece)
+        return stream.run(leaves[0], piece, *leaves[1:])
 
 
 def _keys(stream: Stream, way: Courier | None, x: Tensor, pieces: Sequence[LayerChunk]) -> None:
@@ -321,7 +351,7 @@ def _keys(stream: Stream, way: Courier | None, x: Tensor, pieces: Sequence[Layer
     for piece, replay, (part,) in zip(pieces, stream.replays, parts_of(way, _slices(pieces), x)):
         piece.graph, piece.leaves_at = False, stream.calls
         with replay(), contextlib.suppress(KeysDone):
-            stream.run(part, piece)
+            stream.run(part, piece, *stream.beside_of(piece))
             raise ValueError("chunk: the layer did not call attention, so it cannot run in chunks; use chunk=None")
         piece.graph, piece.leaves_at = True, 0
         piece.calls.clear()

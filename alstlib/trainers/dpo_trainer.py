@@ -14,7 +14,7 @@ a row, L tokens of this rank's slice.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import tee
 from types import SimpleNamespace
 from typing import Any
@@ -23,10 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from alstlib.base.units import IGNORE
-from alstlib.hf.token_logps import TokenLogps, token_logps
+from alstlib.hf.token_logps import token_logps
 from alstlib.trainers.logps_trainer import LogpsMixin, whole_samples
-from alstlib.trainers.trainer_checks import check_preferences, check_trees
-from alstlib.trees.tree_step import OfStatistics, tree_step
+from alstlib.trainers.trainer_checks import check_preferences
 
 PAIRS = "pairs"
 """Key of a micro-batch under which DPOTrainer finds the whole batch that its collator made."""
@@ -52,23 +51,9 @@ class DPOTrainerMixin(LogpsMixin):
     MIXIN, SEAM, LOSS_OF = "DPOTrainerMixin", "compute_ref_log_probs", ("Trainer", "DPOTrainer")
     precompute_ref_logps: bool
 
-    def __init__(self, *args: Any, trees: int | None = None, **kwargs: Any) -> None:
-        self.trees = trees
-        super().__init__(*args, **kwargs)
-
     def _validate_args(self) -> None:
         super()._validate_args()
         check_preferences(self)
-        if self.trees is not None:
-            check_trees(self)
-
-    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-        if self.trees is None:
-            return super().training_step(model, inputs, *args, **kwargs)
-        model.train()
-        with self.compute_loss_context_manager():  # backward runs inside
-            loss = self.compute_loss(model, self._prepare_inputs(inputs))
-        return loss / self.current_gradient_accumulation_steps
 
     # ----- batches
 
@@ -125,26 +110,13 @@ class DPOTrainerMixin(LogpsMixin):
                 if self.trees is None:
                     loss = me._compute_loss(self._scorer(model, inputs), pairs, False)
                 else:
-                    loss = self._tree_loss(model, inputs[PAIRS], pairs)
+                    loss = self._tree_loss(
+                        model, self._known(inputs[PAIRS]),
+                        lambda found: me._compute_loss(lambda **_: _fused(found), pairs, False),
+                    )  # fmt: skip
         finally:
             self.precompute_ref_logps = known
         return (loss, {"loss": loss}) if return_outputs else loss
-
-    def _tree_loss(self, model: nn.Module, whole: Mapping[str, Tensor], pairs: Mapping[str, Tensor]) -> Tensor:
-        """The loss of the samples as a tree, detached: in training, backward has already run."""
-        assert self.trees is not None
-        me: Any = self
-        losses: list[Tensor] = []
-
-        def objective(found: list[TokenLogps]) -> Tensor:
-            names = ("log_probs", "entropy", "is_top1", "mean_logits")
-            out = SimpleNamespace(**{n: as_rows(list(t), whole) for n, t in zip(names, zip(*found))})
-            loss = me._compute_loss(lambda **_: out, pairs, False)
-            losses.append(loss.detach())
-            return loss / self.current_gradient_accumulation_steps if torch.is_grad_enabled() else loss
-
-        tree_step(model, trajectories_of(whole), self.trees, objective=OfStatistics(objective))
-        return losses[0]
 
     # ----- evaluation
 
@@ -165,25 +137,14 @@ class DPOTrainerMixin(LogpsMixin):
 def _score(model: nn.Module, inputs: Mapping[str, Any], trainer: DPOTrainerMixin, **_: Any) -> Any:
     """What TRL's fused head returns of whole samples, each fp64 [2P, S-1], from the slices of all ranks."""
     if trainer.trees is not None:  # the reference's, without gradients
-        whole = inputs[PAIRS]
-        return SimpleNamespace(log_probs=as_rows(tree_step(model, trajectories_of(whole), trainer.trees).logps, whole))
+        return SimpleNamespace(log_probs=trainer._tree_logps(model, trainer._known(inputs[PAIRS])).double())
     ctx, length = trainer.ctx, inputs[PAIRS]["input_ids"].shape[1]
     found = token_logps(model, {n: t for n, t in inputs.items() if n != PAIRS}, statistics=True)
-    part = torch.stack([t.double() for t in found])  # sums over many tokens lose their last digits in fp32
-    logps, entropy, correct, mean_logits = whole_samples(part, ctx)[..., : length - 1]
+    part = torch.stack([t.double() for t in found])
+    return _fused(whole_samples(part, ctx)[..., : length - 1])
+
+
+def _fused(found: Iterable[Tensor]) -> Any:
+    """The values of `TokenLogps`, each [2P, S-1], as TRL's fused head names them."""
+    logps, entropy, correct, mean_logits = (t.double() for t in found)  # fp32 loses the last digits of long sums
     return SimpleNamespace(log_probs=logps, entropy=entropy, is_top1=correct.bool(), mean_logits=mean_logits)
-
-
-def trajectories_of(whole: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """The rows of a batch of pairs without their padding, as `tree_step` takes them."""
-    labels = whole["input_ids"].masked_fill(whole["completion_mask"] == 0, IGNORE)
-    rows = zip(whole["input_ids"], labels, whole["attention_mask"].bool())
-    return [{"input_ids": ids[real], "labels": row[real]} for ids, row, real in rows]
-
-
-def as_rows(values: Sequence[Tensor], whole: Mapping[str, Tensor]) -> Tensor:
-    """Values of the trajectories as those of whole samples [2P, S-1], 0 in padding; numbers are fp64."""
-    real = whole["attention_mask"].bool().to(values[0].device)
-    flat = torch.cat([*values])
-    rows = torch.zeros(real.shape, dtype=torch.bool if flat.dtype == torch.bool else torch.float64, device=flat.device)
-    return rows.masked_scatter(real, flat.to(rows.dtype))[:, :-1]

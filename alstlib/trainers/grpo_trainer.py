@@ -15,7 +15,7 @@ completion, padded on the right), N samples of a batch that is generated at once
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from alstlib.base.units import IGNORE
-from alstlib.hf.token_logps import token_logps
+from alstlib.hf.token_logps import TokenLogps, token_logps
 from alstlib.trainers.logps_trainer import LogpsMixin, whole_samples
 from alstlib.trainers.trainer import TrainerMixin
 from alstlib.trainers.trainer_checks import check_rollouts
@@ -44,6 +44,9 @@ class GRPOTrainerMixin(LogpsMixin):
 
     Args:
         sp, alst: as `TrainerMixin` takes them. All other arguments go to TRL's trainer.
+        trees: the number of a rank's tokens in one block: completions of a micro-batch that begin alike, as those of a
+            prompt do, are then trained as a tree (`tree_step`), with what they share computed once. None: each
+            completion by itself.
 
     Raises:
         ValueError: before training, where the arguments cannot be run exactly; the message says what to write instead.
@@ -57,11 +60,6 @@ class GRPOTrainerMixin(LogpsMixin):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._generating = False
         """Whether this rank is at its own completions, and not at those of the group."""
-        if kwargs.pop("trees", None) is not None:
-            raise ValueError(
-                "trees is an argument of DPOTrainerMixin, which GRPOTrainerMixin does not have yet: leave it out, or "
-                "call alstlib.tree_step with the completions of a prompt in a loop of your own"
-            )
         super().__init__(*args, **kwargs)
         # TRL has seeded each process differently, but the ranks of a group shuffle completions alike
         torch.manual_seed(self.args.seed)
@@ -85,10 +83,15 @@ class GRPOTrainerMixin(LogpsMixin):
         base: Any = super(TrainerMixin, self)
         return base.get_batch_samples(*args, **kwargs)
 
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         base: Any = super(TrainerMixin, self)
         with self._replicas_once():
-            return base.compute_loss(*args, **kwargs)
+            if self.trees is None:
+                return base.compute_loss(model, inputs, *args, **kwargs)
+            known = _of_completions(*_whole(inputs))
+            return self._tree_loss(
+                model, known, lambda found: base.compute_loss(found, inputs, *args, **kwargs), self.temperature
+            )
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """Loss of a replica's completions, which are generated first."""
@@ -150,17 +153,21 @@ class GRPOTrainerMixin(LogpsMixin):
     ) -> Scores:  # fmt: skip
         """The log-probabilities [B, C] of the last tokens of rows [B, S], and their entropies: of the rows that all
         ranks of the group have, or, while they generate, of each rank's own."""
+        if isinstance(model, TokenLogps):  # the loss is of a tree, and these are its log-probabilities
+            logps, entropies = (t[:, -logits_to_keep:] for t in model[:2])
+            return logps, entropies.float(), None
         count, keep, mine = len(input_ids), logits_to_keep, slice(None)
         if self._generating:
             own = {"prompt_ids": input_ids[:, :-keep], "prompt_mask": attention_mask[:, :-keep]}
             own |= {"completion_ids": input_ids[:, -keep:], "completion_mask": attention_mask[:, -keep:]}
             rows = self._of_group(own)
-            input_ids = torch.cat([rows["prompt_ids"], rows["completion_ids"]], 1)
-            attention_mask = torch.cat([rows["prompt_mask"], rows["completion_mask"]], 1)
-            keep, mine = (
-                rows["completion_ids"].shape[1],
-                slice(self.ctx.sp_rank * count, (self.ctx.sp_rank + 1) * count),
-            )
+            input_ids, attention_mask, keep = _whole(rows)
+            mine = slice(self.ctx.sp_rank * count, (self.ctx.sp_rank + 1) * count)
+        if self.trees is not None:  # of the old policy or the reference
+            with self.accelerator.autocast():
+                known = _of_completions(input_ids, attention_mask, keep)
+                found = self._tree_logps(model, known, self.temperature)[:, -keep:]
+            return found[mine, :logits_to_keep], None, None
         size = batch_size or len(input_ids)
         parts = zip(input_ids.split(size), attention_mask.split(size))
         logps, entropies = zip(*(self._score(model, ids, mask, keep) for ids, mask in parts))
@@ -171,12 +178,10 @@ class GRPOTrainerMixin(LogpsMixin):
         """Log-probabilities and entropies [B, keep] of the last tokens of rows ids [B, S], which all ranks have; 0
         where the mask [B, S] is."""
         device, length = ids.device, ids.shape[1]
-        ids, mask, at = ids.cpu(), mask.cpu(), torch.arange(length)
-        labels = ids.masked_fill(mask == 0, IGNORE)
-        labels[:, :-keep] = IGNORE
+        mask, at = mask.cpu(), torch.arange(length)
         left = mask.argmax(1, keepdim=True)  # tokens of padding before the prompt, which go to the end of the row
         longest = int(mask.sum(1).max())
-        known = {"input_ids": ids, "labels": labels, "attention_mask": mask}
+        known = _of_completions(ids.cpu(), mask, keep)
         order = ((at + left) % length)[:, :longest]
         (part,) = self._share([{name: t.gather(1, order) for name, t in known.items()}])
         with self.accelerator.autocast():
@@ -186,3 +191,16 @@ class GRPOTrainerMixin(LogpsMixin):
         back = ((at[-keep:] - left - 1) % length).to(device)
         logps, entropy = both.gather(2, back.expand(2, -1, -1))
         return logps, entropy.detach().float()  # as TRL compares them with a quantile, which it rounds to fp32
+
+
+def _whole(rows: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, int]:
+    """The tokens and the mask [B, S] of prompts with their completions, and the length C of the completions."""
+    ids, mask = (torch.cat([rows[f"prompt_{n}"], rows[f"completion_{n}"]], 1) for n in ("ids", "mask"))
+    return ids, mask, rows["completion_ids"].shape[1]
+
+
+def _of_completions(ids: Tensor, mask: Tensor, keep: int) -> dict[str, Tensor]:
+    """Samples [B, S] whose labels are their last tokens."""
+    labels = ids.masked_fill(mask == 0, IGNORE)
+    labels[:, :-keep] = IGNORE
+    return {"input_ids": ids, "labels": labels, "attention_mask": mask}

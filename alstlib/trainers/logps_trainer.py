@@ -1,5 +1,6 @@
 """What the mixins before those trainers of TRL share whose losses are made of log-probabilities: a reference model that
-is attached too, metrics of replicas, and the values of whole samples from the slices of all ranks.
+is attached too, metrics of replicas, the values of whole samples from the slices of all ranks, and steps on the tree of
+a micro-batch's samples.
 
 Shape legend: B samples of a micro-batch, L tokens of this rank's slice, S = sp * L tokens of a whole sample.
 """
@@ -9,17 +10,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from alstlib.base.mesh import SPContext
 from alstlib.hf.attach import apply
 from alstlib.hf.handle import Handle
-from alstlib.hf.token_logps import OverRanks
+from alstlib.hf.token_logps import OverRanks, TokenLogps
 from alstlib.trainers.trainer import TrainerMixin, without_adapters
+from alstlib.trainers.trainer_checks import check_trees
+from alstlib.trees.tree_step import OfStatistics, tree_step
 
 
 class LogpsMixin(TrainerMixin):
@@ -34,7 +38,8 @@ class LogpsMixin(TrainerMixin):
     SEAM: str
     """The method of these trainers that computes log-probabilities, which the mixin replaces."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, trees: int | None = None, **kwargs: Any) -> None:
+        self.trees = trees
         trl, (first, *more) = importlib.metadata.version("trl"), self.LOSS_OF[1:]
         if not hasattr(super(), self.SEAM) or tuple(map(int, trl.split(".")[:2])) < (1, 15):
             raise ValueError(
@@ -43,6 +48,46 @@ class LogpsMixin(TrainerMixin):
             )
         self.reference_handle: Handle | None = None
         super().__init__(*args, **kwargs)
+
+    def _validate_args(self) -> None:
+        super()._validate_args()
+        if self.trees is not None:
+            check_trees(self)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self.trees is None:
+            return super().training_step(*args, **kwargs)
+        accelerator: Any = self.accelerator
+        accelerator.backward = lambda *_, **__: None  # it has run inside the loss
+        try:
+            return super().training_step(*args, **kwargs)
+        finally:
+            del accelerator.backward
+
+    def _tree_loss(
+        self, model: nn.Module, known: Mapping[str, Tensor], loss_of: Callable[[TokenLogps], Tensor],
+        temperature: float = 1.0,
+    ) -> Tensor:  # fmt: skip
+        """The loss that `loss_of` makes of the `TokenLogps` [B, S-1] of whole samples, detached: in training, backward
+        has already run."""
+        divided = self.loss_is_scaled_for_ga or not torch.is_grad_enabled()
+        steps = 1 if divided else self.current_gradient_accumulation_steps
+        losses: list[Tensor] = []
+
+        def objective(found: list[TokenLogps]) -> Tensor:
+            loss = loss_of(TokenLogps(*(as_rows(values, known["attention_mask"]) for values in zip(*found))))
+            losses.append(loss.detach())
+            return loss / steps
+
+        asked: Any = OfStatistics(objective)
+        tree_step(model, trajectories_of(known), self.trees or 1, objective=asked, temperature=temperature)
+        return losses[0]
+
+    def _tree_logps(self, model: nn.Module, known: Mapping[str, Tensor], temperature: float = 1.0) -> Tensor:
+        """The log-probabilities [B, S-1] of whole samples, without gradients."""
+        with torch.no_grad():
+            found = tree_step(model, trajectories_of(known), self.trees or 1, temperature=temperature)
+        return as_rows(found.logps, known["attention_mask"])
 
     @property
     def ref_model(self) -> Any:
@@ -78,3 +123,16 @@ def whole_samples(own: Tensor, ctx: SPContext) -> Tensor:
     compute the same loss from them."""
     before = ctx.sp_rank * own.shape[-1]
     return OverRanks.apply(F.pad(own, (before, (ctx.sp - 1) * own.shape[-1] - before)), ctx)
+
+
+def trajectories_of(known: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Samples with their labels (both [B, S]), without the padding of either side, as `tree_step` takes them."""
+    rows = zip(known["input_ids"], known["labels"], known["attention_mask"].bool())
+    return [{"input_ids": ids[real], "labels": labels[real]} for ids, labels, real in rows]
+
+
+def as_rows(values: Sequence[Tensor], mask: Tensor) -> Tensor:
+    """Values of the trajectories, which lie at the token before theirs, as those [B, S-1] of samples with a mask
+    [B, S]; 0 in padding."""
+    flat = torch.cat([*values])
+    return flat.new_zeros(mask.shape).masked_scatter(mask.bool().to(flat.device), flat)[:, :-1]

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import RandomSampler
 from transformers.utils import TransformersKwargs
 
@@ -42,6 +43,7 @@ from alstlib.hf.attach import apply
 from alstlib.hf.causal_lm_loss import causal_lm_loss
 from alstlib.hf.handle import Handle
 from alstlib.hf.token_logps import OverRanks
+from alstlib.hf.vision import never_trained
 from alstlib.tiled.loss import Look
 from alstlib.trainers.predictions import Shown
 from alstlib.trainers.sampling import SharedOrder, spread_neftune
@@ -282,6 +284,12 @@ class TrainerMixin(Base):
             return
         check_liger(self.args)
         self.handle = apply(base, self.ctx, self.alst)
+        if self.ctx.world_size > 1 and not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
+            # DDP would wait for their gradients
+            model: Any = self.model
+            unused = never_trained(self.handle)
+            names = [name for name, p in model.named_parameters() if p in unused]
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
         self.handle.prompts_are_whole()  # no slice ever reaches a callback that generates
 
     def detach(self) -> nn.Module:

@@ -114,7 +114,7 @@ def check_trees(trainer: Any) -> None:
         (trainer.is_fsdp_enabled, f"trees={trees} with FSDP2", f"leave trees out: {why}"),
         (trainer.args.fp16, f"trees={trees} with fp16", "use bf16: the scaler of losses is not told of blocks"),
     ]
-    _refuse(found, "DPOTrainerMixin")
+    _refuse(found, trainer.MIXIN)
 
 
 def check_rollouts(trainer: Any) -> None:

@@ -20,13 +20,11 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(HERE), str(ROOT)]
 MORE = os.environ.get("REFEREE_PATH", "")
-"""A folder of packages beside the environment, which a stack's `environment` names."""
-sys.path += [MORE] if MORE else []
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    path for path in (str(HERE), str(ROOT), os.environ.get("PYTHONPATH", ""), MORE) if path
-)
+"""A folder of packages, which come before the environment's."""
+OWN = [str(HERE), str(ROOT), *([MORE] if MORE else [])]
+sys.path[:0] = OWN
+os.environ["PYTHONPATH"] = os.pathsep.join([*OWN, *filter(None, [os.environ.get("PYTHONPATH")])])
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -131,12 +129,13 @@ def reproduce_all(chosen: Sequence[str], names: Sequence[str]) -> int:
     processes, missed = Processes(), 0
     for stack in chosen:
         for case in names:
-            result = page.read(RESULT)
-            cell = result["cells"].get(stack, {}).get(case, {"result": "absent"})
+            cell = page.read(RESULT)["cells"].get(stack, {}).get(case, {"result": "absent"})
             if reproduce.writable(stack, CASES[case], cell):
                 shown, words = reproduced(processes, stack, case, RESULT / "reproducers")
                 missed += not shown
-                cell["reproduced"] = f"{words} ({time.strftime('%Y-%m-%d')})" if shown else f"NOT SHOWN: {words}"
+                result = page.read(RESULT)  # another process may have written it
+                told = f"{words} ({time.strftime('%Y-%m-%d')})" if shown else f"NOT SHOWN: {words}"
+                result["cells"][stack][case]["reproduced"] = told
                 page.write(RESULT, result)
                 print(f"{stack:20} {case:14} {'shown' if shown else 'NOT SHOWN'}: {words}", flush=True)
     return int(missed > 0)
@@ -215,12 +214,12 @@ def ready(name: str) -> bool:
 
 
 def kept(folder: Path, name: str, case: str) -> bool:
-    """Whether a cell was judged with the versions that are installed."""
+    """Whether a cell was judged with the versions that are installed; or at all, where the stack is not installed."""
+    result = page.read(folder)
     try:
-        versions = versions_of(stacks.load(name))
-    except metadata.PackageNotFoundError:
-        versions = {}
-    return page.judged(page.read(folder), name, case, versions)
+        return page.judged(result, name, case, versions_of(stacks.load(name)))
+    except metadata.PackageNotFoundError:  # it was judged with a folder of packages of its own
+        return case in result["cells"].get(name, {})
 
 
 if __name__ == "__main__":

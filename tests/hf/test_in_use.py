@@ -10,8 +10,6 @@ from cases import (
     ALL_OFF,
     ALL_ON,
     attach,
-    check_attached,
-    check_refused,
     check_step,
     gradients,
     make_model,
@@ -150,17 +148,6 @@ def test_router_loss_is_in_the_output():
 
 
 # ----- what is refused at a call
-
-
-@pytest.mark.parametrize("how", ["on", "chunk"])
-def test_layers_that_share_keys_are_refused_where_they_would_be_recomputed(how):
-    model = zoo.small(
-        "Gemma3nTextConfig", num_kv_shared_layers=2, num_hidden_layers=4, sliding_window=64, head_dim=8,
-        layer_types=zoo.LAYER_TYPES * 2, hidden_size_per_layer_input=8, laurel_rank=4, altup_num_inputs=2,
-        vocab_size_per_layer_input=zoo.VOCAB, activation_sparsity_pattern=[0.0] * 4,
-    )  # fmt: skip
-    check_refused(r"layer 2 .* shares state with other layers|takes no cache", attach, model, **HOW[how])
-    check_attached(model, SAMPLE, **ALL_OFF)
 
 
 def test_a_router_loss_that_is_not_known_is_refused():

@@ -4,11 +4,10 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 from cases import ALL_ON, attach, check_refused, on_ranks
 from matrix import engine_of
 from matrix import gradients as gradients_of
-from pictures import IMAGE, MODELS, TEXT, VIDEOS, document, joined, plain_vlm, rows_of, small_vlm
+from pictures import IMAGE, MODELS, VIDEOS, document, joined, plain_vlm, rows_of, small_gemma, small_vlm
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import alstlib
@@ -290,11 +289,7 @@ def test_what_does_not_fit_is_refused():
 
 
 def test_models_whose_images_are_not_exact_are_refused_by_name():
-    tower = {"model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
-             "num_attention_heads": 2, "image_size": 8, "patch_size": 2}  # fmt: skip
-    text = {**TEXT, "sliding_window": 16, "layer_types": ["full_attention"] * 3}
-    config = transformers.Gemma3Config(text_config=text, vision_config=tower, mm_tokens_per_image=4)
-    model = transformers.AutoModelForImageTextToText.from_config(config)
+    model = small_gemma()
     ids = torch.arange(3, 15)[None]
     with attach(model) as handle:
         assert handle.images is None

@@ -82,6 +82,14 @@ def check(
     assert all(torch.equal(a, b) for a, b in zip(tensors, before)), "an input was changed"
 
 
+def test_heads_whose_numbers_do_not_lie_side_by_side():
+    """As after a convolution, which has tokens last."""
+    tensors = [randn(1, 2, 8, 8, seed=i, dtype=torch.float64) for i in range(4)]
+    strided = [t.mT.contiguous().mT for t in tensors]
+    want, got = (attend(BACKENDS["sdpa"], each, Rule(0.3), 8) for each in (tensors, strided))
+    assert all(torch.equal(a, b) for a, b in zip(got, want))
+
+
 @pytest.mark.parametrize(
     "dtype, chunk, buffer",
     [(torch.float64, None, False), (torch.float32, None, True), (torch.float64, 1, True), (torch.float32, 5, True),

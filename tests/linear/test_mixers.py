@@ -39,10 +39,7 @@ def step(pools, name, data, world, options, states="pass", **more):
 @pytest.mark.parametrize("name, states", [(name, way) for name, ways in STATES.items() for way in ways])
 def test_hybrids_are_exact(pools, name, states, data, world, options):
     """On more tokens than the net of whole steps draws."""
-    if name in ("zamba", "zamba2") and "chunk" in options:  # the embeddings
-        check_refused("that cannot be cut into chunks, or needs a gradient", attach, zoo.build_hybrid(name), **options)
-    else:
-        step(pools, name, data, 2 if states == "heads" else world, options, states)  # of four heads
+    step(pools, name, data, 2 if states == "heads" else world, options, states)  # of four heads
 
 
 class Twice(nn.Module):

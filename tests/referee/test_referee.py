@@ -76,6 +76,28 @@ def test_the_stand_in_for_flash_attention(window, cap):
     torch.testing.assert_close(alone[0], got[5:])
 
 
+def test_the_stand_in_beneath_a_ring():
+    """The last queries of a sample see all keys before them, as in the whole sample; so do the gradients."""
+    q, k, v, upstream = (torch.randn(7, 2, 4, generator=torch.Generator().manual_seed(n)) for n in range(4))
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    whole = flash.flash_attn_func(*(t[None] for t in leaves), causal=True)[0, 3:]
+    want = torch.autograd.grad(whole, leaves, upstream[3:])
+    offsets = {"cu_seqlens_q": torch.tensor([0, 4]), "cu_seqlens_k": torch.tensor([0, 7]), "causal": True}
+    rest = q.detach()[3:], k.detach(), v.detach()
+    out, lse, *_ = flash._varlen_forward(*rest, **offsets)
+    torch.testing.assert_close(out, whole.detach())
+    got = [torch.full_like(t, float("nan")) for t in rest]
+    flash._varlen_backward(upstream[3:], *rest, out, lse, *got, **offsets)
+    torch.testing.assert_close(got, [want[0][3:], *want[1:]])
+
+
+def test_a_stack_that_is_not_installed_keeps_what_was_judged(tmp_path, monkeypatch):
+    monkeypatch.setattr(referee, "versions_of", lambda stack: referee.metadata.version("no-such-package"))
+    assert not referee.kept(tmp_path, "verl", "even")
+    page.write(tmp_path, {"cells": {"verl": {"even": page.read(referee.RESULT)["cells"]["verl"]["even"]}}})
+    assert referee.kept(tmp_path, "verl", "even")
+
+
 def pinned_by(stack):
     """The versions in its file of requirements."""
     path = Path(stacks.__file__).with_name(f"{stack.replace('-', '_')}.txt")

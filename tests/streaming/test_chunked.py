@@ -113,5 +113,5 @@ def test_a_layer_without_attention():
         run=lambda x, _: x @ weight, chunk=2, ranks=1, device=weight.device, store=HostStore(), keep=False,
         params=lambda: [weight],
     )  # fmt: skip
-    out = stream(torch.randn(1, 5, 4))
+    (out,) = stream(torch.randn(1, 5, 4))
     check_refused("did not call attention", out.sum().backward)

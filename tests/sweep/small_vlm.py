@@ -30,6 +30,8 @@ ALSO = {
     "cohere_compass": {"text_config": small.ALSO["cohere_compass_text"]},
     "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"]}},
     "emu3": {"vocabulary_map": {"<image>": pictures.IMAGE, "<|extra_200|>": 94}},
+    "llama4": {"vision_config": {"intermediate_size": 128, "vision_output_dim": 32, "projector_input_dim": 32,
+                                 "projector_output_dim": 32}},
     "qwen4_exp": small.ALSO["qwen4_exp"],
     "vipllava": {"vision_feature_layers": [-1, -2]}, "inkling2": {"vision_config": {"text_hidden_size": 32}},
 }  # fmt: skip

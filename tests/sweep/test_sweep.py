@@ -12,17 +12,20 @@ import table
 from cases import ROOT
 
 EXACT = [
-    "gemma4_text", "deepseek_v2", "mllama", "afmoe", "jetmoe", "opt", "roberta", "stablelm", "hrm_text", "whisper",
-    "cohere2", "diffllama", "mamba",
+    "gemma4_text", "gemma3n_text", "phimoe", "longcat_flash", "zaya", "deepseek_v2", "mllama", "afmoe", "jetmoe", "opt",
+    "roberta", "stablelm", "hrm_text", "whisper", "cohere2", "diffllama", "mamba",
 ]  # fmt: skip
 REFUSED = {
     "bart": "numbers its tokens by itself", "bloom": "computes attention by itself", "doge": "makes an attention mask",
-    "phimoe": "does not say its window", "inkling_text": "adds a position_bias", "zaya": "mixes tokens by hybrid",
+    "inkling_text": "adds a position_bias",
     "recurrent_gemma": "mixes tokens by linear_attention",
     "rwkv": "(RwkvBlock) mixes tokens in another way than attention and the states that are known",
     "xlstm": "(xLSTMBlock) mixes tokens in another way than attention and the states that are known",
 }  # fmt: skip
-PARTLY = {"gemma4_text": ["chunks"], "diffllama": ["chunks", "blocks"], "hrm_text": ["blocks"]}
+PARTLY = {
+    "diffllama": ["chunks", "blocks"], "longcat_flash": ["chunks", "blocks"], "hrm_text": ["blocks"],
+    "zaya": ["chunks"],
+}  # fmt: skip
 """Ways of running a layer that are refused."""
 KINDS = {
     "linear_attention full_attention":

@@ -36,8 +36,11 @@ def test_layers_that_share_weights_are_refused_before_zero3_starts():
 def test_nothing_of_deepspeed_is_compiled(monkeypatch):
     backend = sys.modules["deepspeed.comm.torch"]
     monkeypatch.setattr(backend, "build_shm_op", lambda: pytest.fail("it is compiled"))
+    muon = "deepspeed.runtime.zero.muon.original_muon"  # which every engine imports
+    monkeypatch.delitem(sys.modules, muon, raising=False)
     operators.leave_out()
     assert backend.build_shm_op() is None
+    assert not hasattr(sys.modules[muon].muon_update, "_torchdynamo_orig_callable")
 
 
 def train_and_save(rank, world, kind, folder, tied):

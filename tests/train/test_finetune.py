@@ -20,11 +20,13 @@ import pytest
 import torch
 import yaml
 from cases import ROOT, check_refused, lines_of, make_model, run_with, values_of
+from pictures import as_files, conversations, small_gemma, small_vlm, square_processor
 from trainers import SETTINGS, accelerate_here
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, TrainerCallback
 
 from alstlib.base.config import RunConfig, value_of
 from alstlib.data.corpus import get_tokenizer, load_corpus
+from alstlib.data.image_rows import ImageRows
 from alstlib.hf.models import load_model
 from alstlib.planner.model_shapes import read_shape
 from alstlib.runs import finetune as command
@@ -306,6 +308,98 @@ def test_the_same_command_continues_and_another_does_not(ranks2, data, tmp_path,
     assert m["eval_steps"] == [1]  # after the last step, though it is no third one
     assert re.search(r"learning_rate=0.01 \(here 0.001\).* not continued", "\n".join(m["notes"]))
     assert (tmp_path / "checkpoints.kept1" / "checkpoint-6" / "trainer_state.json").exists()
+
+
+# Images
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """A folder with a model that reads images, and one with images and JSON lines; the last row has no image."""
+    folder = tmp_path_factory.mktemp("pictures")
+    small_vlm("llava").save_pretrained(folder / "model")
+    square_processor().save_pretrained(folder / "model")
+    as_files([*conversations(13), {**conversations(14)[13], "images": []}], folder / "data")
+    return folder
+
+
+def with_pictures(folder, out, **changes):
+    how = {"model.name": f"{folder}/model", "data.tokenizer": "auto", "packed": True, "save_to": f"{out}/model"}
+    return config(str(folder / "data"), **{**how, **changes})
+
+
+def plain_pictures(run, out):
+    """The weights that TRL trains in one process, and what it logs, from the same rows in memory."""
+    from trl import SFTConfig, SFTTrainer
+
+    rows = datasets.Dataset.from_list([*conversations(13), {**conversations(14)[13], "images": []}])
+    parts = rows.train_test_split(test_size=run.data.eval, seed=run.optim.seed)
+    with accelerate_here("ddp"):
+        own = {
+            "max_steps": run.optim.steps, "bf16": False, "max_grad_norm": 0.0, "use_cpu": True, "seed": 0,
+            "learning_rate": run.optim.learning_rate, "eval_strategy": "steps", "eval_steps": 3,
+            "per_device_eval_batch_size": 1, "gradient_checkpointing": False, "remove_unused_columns": False,
+        }  # fmt: skip
+        trainer = SFTTrainer(
+            model=AutoModelForImageTextToText.from_pretrained(run.model.name),
+            args=SFTConfig(str(out), **{**SETTINGS, **own}), train_dataset=parts["train"], eval_dataset=parts["test"],
+            processing_class=square_processor(), data_collator=ImageRows(square_processor()),
+        )  # fmt: skip
+        trainer.train()
+        return trainer.model, trainer.state.log_history
+
+
+def test_a_folder_of_images_is_trained_on_as_plain_trl_does(ranks2, pictures, tmp_path):
+    """All losses and every weight; what is saved has the processor too."""
+    run = with_pictures(pictures, tmp_path)
+    found = ranks2(tuned, str(tmp_path), run)[0]
+    assert found["status"] == "ok", found["error"]
+    model, want = plain_pictures(run, tmp_path / "plain")
+    compare(found["metrics"], want)
+    assert finetune.NOT_PACKED in found["metrics"]["notes"]
+    assert found["metrics"]["loaded_by"] == "AutoModelForImageTextToText"
+    saved = AutoModelForImageTextToText.from_pretrained(tmp_path / "model")
+    for name, p in model.named_parameters():
+        if not name.endswith("k_proj.bias"):  # whose gradient is zero but for rounding, which Adam makes large
+            torch.testing.assert_close(saved.get_parameter(name), p, rtol=1e-4, atol=1e-6, msg=name)
+    assert type(AutoProcessor.from_pretrained(tmp_path / "model")).__name__ == "LlavaProcessor"
+
+
+def test_the_line_of_the_page_trains_an_adapter(ranks2, pictures, tmp_path, monkeypatch):
+    page = (ROOT / "notebooks" / "training.md").read_text(encoding="utf-8")
+    line = re.search(r"    alst finetune (--model Qwen/Qwen2.5-VL.* --data pictures .*)", page)[1]
+    words = shlex.split(line.replace("Qwen/Qwen2.5-VL-7B-Instruct", "model").replace("--data pictures", "--data data"))
+    monkeypatch.chdir(pictures)
+    run = run_of(*words, "--out", str(tmp_path), "--set", "optim.steps=2", "--set", "data.seq_len=96")
+    found = ranks2(tuned, str(tmp_path), run)[0]
+    assert found["status"] == "ok", found["error"]
+    saved, before = map(AutoModelForImageTextToText.from_pretrained, (tmp_path / "model", pictures / "model"))
+    moved = [name for name, p in before.named_parameters() if not torch.equal(p, saved.get_parameter(name))]
+    assert {"vision_tower" in name for name in moved} == {True, False}
+    assert type(AutoProcessor.from_pretrained(tmp_path / "model")).__name__ == "LlavaProcessor"
+
+
+NO_PICTURES = """
+{data.seq_len: 20} -> 13 of 14 rows
+{data.seq_len: 5} -> give a longer data.seq_len, or smaller images
+{model.name: text} -> has no processor of images
+{model.name: gemma} -> Gemma3ForConditionalGeneration (gemma3) cannot read images under sequence parallelism
+{data.name: lost} -> row 2, read as messages: its image
+"""
+"""Fields, names of folders among them, and what is said of them."""
+
+
+def test_images_that_cannot_be_trained_on_are_told_before_the_first_step(ranks2, pictures, tmp_path):
+    make_model("llama", num_hidden_layers=1).save_pretrained(tmp_path / "text")
+    square_processor().tokenizer.save_pretrained(tmp_path / "text")
+    small_gemma().save_pretrained(tmp_path / "gemma")
+    square_processor().save_pretrained(tmp_path / "gemma")
+    as_files(conversations(4), tmp_path / "lost")
+    (tmp_path / "lost" / "pictures" / "1-0.png").unlink()
+    for changes, message in values_of(NO_PICTURES):
+        changes = {n: f"{tmp_path}/{v}" if isinstance(v, str) else v for n, v in changes.items()}
+        run = with_pictures(pictures, tmp_path, **{"data.eval": None, **changes})
+        assert message in ranks2(tuned, str(tmp_path), run)[0]["error"]["message"]
 
 
 # Refusals

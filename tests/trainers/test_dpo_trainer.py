@@ -61,23 +61,26 @@ def test_all_losses_of_the_installed_trl_are_tried():
 
 @pytest.mark.parametrize("settings", [{**PAIRS, **MIXED}, {**ALONE, "lora": True}], ids=["a reference model", "LoRA"])
 def test_pairs_as_trees_train_as_one_process(ranks2, settings):
-    """Each pair's prompt is computed once, in blocks of 8 tokens, and all that is logged is as without."""
-    as_one_process(ranks2, {**settings, "max_steps": 2}, trees=8)
+    """Each pair's prompt is computed once, in blocks of 8 tokens, and all that is logged is as without, of an
+    evaluation too."""
+    as_one_process(ranks2, {**settings, "max_steps": 2, **EVALUATED, "eval_steps": 2}, trees=8)
 
 
-def test_replicas_of_groups_train_as_one_process(pools):
+@pytest.mark.parametrize("trees", [None, 8])
+def test_replicas_of_groups_train_as_one_process(pools, trees):
     """Two replicas of two ranks and no accumulation, against one process with two micro-batches."""
     settings = {**PAIRS, "count": 8, "max_steps": 4}
     without = ("entropy", "mean_token_accuracy", "logits/chosen", "logits/rejected")
     # means over tokens: of all replicas' at once, and of each micro-batch's
-    as_one_process(pools(4), settings, without=without, sp=2, gradient_accumulation_steps=1)
+    as_one_process(pools(4), settings, without=without, sp=2, gradient_accumulation_steps=1, trees=trees)
 
 
-def test_a_reference_computed_before_training(ranks2, tmp_path):
-    """By both ranks, in slices, against a reference model that stays."""
+@pytest.mark.parametrize("trees", [None, 8])
+def test_a_reference_computed_before_training(ranks2, tmp_path, trees):
+    """By both ranks, in slices or on trees, against a reference model that stays."""
     for count in (24, 7):
         dataset("pairs", count).save_to_disk(tmp_path / f"pairs-{count}")
-    as_one_process(ranks2, {**PAIRS, **EVALUATED}, precompute_ref_log_probs=True, data=str(tmp_path))
+    as_one_process(ranks2, {**PAIRS, **EVALUATED}, precompute_ref_log_probs=True, data=str(tmp_path), trees=trees)
 
 
 # ----- wrong use
@@ -123,11 +126,6 @@ def test_an_older_trl_is_refused(monkeypatch):
 @pytest.mark.usefixtures("here")
 def test_logits_are_refused():
     check_refused(r"returns no logits: call evaluate\(\)", build().predict, build().train_dataset)
-
-
-def test_trees_of_completions_are_refused():
-    mine = type("Mine", (alstlib.GRPOTrainerMixin, GRPOTrainer), {})
-    check_refused("trees is an argument of DPOTrainerMixin", mine, trees=8)
 
 
 @pytest.mark.parametrize(

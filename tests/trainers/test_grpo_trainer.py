@@ -1,6 +1,8 @@
 """GRPOTrainerMixin: what plain GRPOTrainer and RLOOTrainer log and train in one process, and wrong use refused by
 name."""
 
+from types import SimpleNamespace
+
 import pytest
 from cases import check_refused, make_model
 from trainers import SETTINGS, accelerate_here, as_one_process, check_runs, made_of, plain, run
@@ -8,6 +10,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl_runs import dataset, mixture, policy, small_tokens, tokenizer, turns
 
 import alstlib
+from alstlib.trainers.trainer_checks import check_trees
 
 PROMPTS = {"trainer": "GRPO", "what": "prompt"}
 LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
@@ -29,6 +32,10 @@ CASES = {
     "ZeRO-3": ("zero3", {"reference": True, "beta": 0.2}),
     "FSDP2": ("fsdp2", {"num_iterations": 2}),
 }  # fmt: skip
+AS_TREES = (
+    "a reference model", "LoRA", "truncated completions and low entropies are masked", "RLOO",
+    "tokens of an environment",
+)  # fmt: skip
 CANCEL = ("loss", "kl")
 """Advantages of a prompt's completions add up to 0, and the first adapter is none."""
 LOGGED = {"reward", "reward_std", "rewards/kinds/mean", "entropy", "completions/mean_length", "num_tokens", "tokens"}
@@ -54,15 +61,36 @@ def test_what_a_trainer_can_do_besides(ranks2, case, tmp_path):
     assert ("kl" in found) == ("beta" in settings)
 
 
+@pytest.mark.parametrize("loss", LOSSES)
+def test_completions_as_trees_train_as_one_process(ranks2, loss):
+    """What completions of a prompt share is computed once, in blocks of 4 tokens, and all that is logged is as
+    without."""
+    as_one_process(ranks2, {**PROMPTS, "loss_type": loss, "num_iterations": 2}, near_zero=CANCEL, trees=4)
+
+
+@pytest.mark.parametrize("case", AS_TREES)
+def test_what_a_trainer_can_do_besides_with_trees(ranks2, case, tmp_path):
+    engine, settings = CASES[case]
+    if settings.get("reference"):
+        policy().save_pretrained(tmp_path)
+        settings = {**settings, "reference": str(tmp_path)}
+    _, found = as_one_process(ranks2, {**PROMPTS, **settings}, engine, near_zero=CANCEL, trees=4)
+    assert found >= LOGGED
+    assert ("kl" in found) == ("beta" in settings)
+
+
 @pytest.mark.slow
-def test_twenty_steps(ranks2):
-    as_one_process(ranks2, {**PROMPTS, "max_steps": 20, "num_iterations": 2}, near_zero=CANCEL)
+@pytest.mark.parametrize("trees", [None, 4])
+def test_twenty_steps(ranks2, trees):
+    as_one_process(ranks2, {**PROMPTS, "max_steps": 20, "num_iterations": 2}, near_zero=CANCEL, trees=trees)
 
 
-def test_replicas_of_groups_train_as_one_process(pools):
+@pytest.mark.parametrize("trees", [None, 4])
+def test_replicas_of_groups_train_as_one_process(pools, trees):
     """Two replicas of two ranks and no accumulation, against one process with two micro-batches."""
     # the mean of entropies over tokens: of all replicas' at once, and of each micro-batch's
-    as_one_process(pools(4), PROMPTS, without=("entropy",), near_zero=CANCEL, sp=2, gradient_accumulation_steps=1)
+    ours = {"sp": 2, "gradient_accumulation_steps": 1, "trees": trees}
+    as_one_process(pools(4), PROMPTS, without=("entropy",), near_zero=CANCEL, **ours)
 
 
 def test_a_run_is_resumed(ranks2, tmp_path):
@@ -106,6 +134,7 @@ def build(cls=SPGRPO, settings=None, **kwargs):
     "settings, more, message",
     [
         ({"entropy_coef": 0.1}, {}, "entropy_coef cannot be used with GRPOTrainerMixin; use 0.0"),
+        ({}, {"trees": lambda: 0}, "trees=0 must be the number of a rank's tokens in one block"),
         ({"use_adaptive_entropy": True}, {}, "use_adaptive_entropy=True cannot be used with GRPOTrainerMixin"),
         ({"cast_lm_head_to_fp32": True}, {}, "cast_lm_head_to_fp32=True cannot be used with GRPOTrainerMixin"),
         ({"use_transformers_continuous_batching": True}, {}, "it replaces the attention that is attached"),
@@ -118,6 +147,20 @@ def build(cls=SPGRPO, settings=None, **kwargs):
 @pytest.mark.usefixtures("here")
 def test_arguments_that_are_refused(settings, more, message):
     check_refused(message, build, settings=settings, **{name: make() for name, make in more.items()})
+
+
+@pytest.mark.parametrize(
+    "asked, message",
+    [
+        ({"is_deepspeed_enabled": True}, "trees=8 with DeepSpeed cannot be used with GRPOTrainerMixin; leave"),
+        ({"is_fsdp_enabled": True}, "trees=8 with FSDP2 cannot be used with GRPOTrainerMixin; leave"),
+        ({"args": SimpleNamespace(fp16=True)}, "trees=8 with fp16 cannot be used with GRPOTrainerMixin; use bf16"),
+    ],
+)
+def test_engines_that_trees_are_refused_with(asked, message):
+    plain = {"is_deepspeed_enabled": False, "is_fsdp_enabled": False, "args": SimpleNamespace(fp16=False)}
+    trainer = SimpleNamespace(**{**plain, "trees": 8, "MIXIN": SPGRPO.MIXIN, **asked})
+    check_refused(message, check_trees, trainer)
 
 
 class WithTools(SPGRPO):

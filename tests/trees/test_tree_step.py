@@ -16,6 +16,7 @@ import alstlib
 from alstlib.base.reference import shift
 from alstlib.planner.measure.ledger import Ledger
 from alstlib.planner.measure.verify import in_full
+from alstlib.trees.tree_step import OfStatistics
 from alstlib.trees.trie import trajectory_of, tree_of
 
 HOST = {"offload": "sync", "on_host": "hidden+kv"}
@@ -156,6 +157,16 @@ def test_an_objective_of_whole_trajectories(pools, world):
     on_ranks(pools, world, exact, "qwen3_next", TREES["a star"], (3,), objective=preference)
 
 
+def test_an_objective_of_trajectories_without_labels():
+    """As where all completions of a micro-batch are masked: every parameter has a gradient, which is 0."""
+    model = make_model()
+    data = [{"input_ids": path, "labels": [-100] * len(path)} for path in TREES["a star"]]
+    with attach(model):
+        out = alstlib.tree_step(model, data, 3, objective=OfStatistics(lambda found: sum(x.logps.sum() for x in found)))
+    assert float(out.loss) == 0
+    assert all(weight.grad is not None and not weight.grad.any() for weight in model.parameters())
+
+
 def with_lora(model):
     from peft import LoraConfig, get_peft_model
 
@@ -215,7 +226,7 @@ def test_replicas_with_unequal_trees(pools, kind, name):
 SHARED = [[*tokens(96, 0), 4 + i, *tokens(15, 200 + 20 * i)] for i in range(8)]
 
 
-def peak(paths, **options):
+def peak(paths, train=True, **options):
     """Bytes on the device and on the host that the second step of a model with many keys takes at most."""
     model, data = make_model(hidden_size=256, num_key_value_heads=4), [{"input_ids": path} for path in paths]
     with attach(model, **options) as handle, Ledger("cpu", [handle.store]) as ledger:
@@ -224,7 +235,8 @@ def peak(paths, **options):
             model.zero_grad()
             ledger.start()
             start = ledger.device_bytes
-            alstlib.tree_step(model, data, 8)
+            with torch.set_grad_enabled(train):
+                alstlib.tree_step(model, data, 8)
         return ledger.device_peak - start, handle.store.peak_nbytes
 
 
@@ -233,6 +245,16 @@ def test_memory_is_that_of_one_path(options):
     """Of six paths, of which each has six blocks of its own, which the other five do not see."""
     paths = [[*tokens(8, 0), 4 + i, *tokens(47, 200 + 60 * i)] for i in range(6)]
     for tree, path in zip(peak(paths, **options), peak(paths[:1], **options)):
+        assert tree <= 1.1 * path
+
+
+@pytest.mark.parametrize("options", [{}, HOST], ids=str)
+def test_pages_of_another_path_go_without_backward_too(options):
+    """Forward alone, of a path whose many short nodes give its long leaf other blocks than the next path's leaf has."""
+    stem = tokens(12, 0)
+    long = [*stem, *tokens(96, 100)]
+    paths = [long, *([*stem[:n], 91] for n in range(2, 12)), [stem[0], 92, *tokens(96, 300)]]
+    for tree, path in zip(peak(paths, train=False, **options), peak([long], train=False, **options)):
         assert tree <= 1.1 * path
 
 

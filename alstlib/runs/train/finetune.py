@@ -6,7 +6,9 @@ GPU the engine is DeepSpeed or FSDP2. On a CPU it is DDP, because Accelerate kno
 
 Rows become token ids and labels by `alstlib.data`, which reads more formats than TRL and labels what the assistant says
 for any chat template. TRL cuts, packs and pads them: what is longer than `seq_len` is cut off, unless `trainer` says
-`{packing_strategy: bfd_split}`.
+`{packing_strategy: bfd_split}`. Rows with images are read by the model's processor when their step comes
+(`ImageRows`). They are read once before, for their lengths: one that is too long is left out and not cut, and none is
+packed.
 
 Checkpoints go to `checkpoints` in the run's folder, every `checkpoint_every` steps. The same command continues from the
 last whole one. Those of another configuration are never continued and never replaced: they are moved aside.
@@ -14,9 +16,11 @@ last whole one. Those of another configuration are never continued and never rep
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +34,17 @@ from trl import SFTConfig, SFTTrainer
 
 import alstlib
 from alstlib.base.config import RunConfig
+from alstlib.base.mesh import SPContext, gather_text
 from alstlib.base.options import check_names
 from alstlib.base.units import IGNORE
+from alstlib.data.agreement import Agreement
 from alstlib.data.corpus import get_tokenizer, load_corpus
-from alstlib.data.samples import Account
+from alstlib.data.formats import format_of
+from alstlib.data.image_rows import ImageRows, get_processor, have_images
+from alstlib.data.samples import SHOWN, Account
 from alstlib.hf.loading import load_on_first, place
-from alstlib.hf.models import load_model, put_liger
+from alstlib.hf.models import auto_class, load_model, put_liger
+from alstlib.hf.vision import image_layout, why_no_images
 from alstlib.hf.zero_config import engine_config
 from alstlib.planner.measure.ledger import Ledger
 from alstlib.runs import locks, results
@@ -56,6 +65,7 @@ COUNTS = ["size", "labelled", "cut"]
 WATCHED = 2
 """Steps whose memory is watched on a CPU; their times are not taken."""
 ON_CPU = "the engine is DDP: Accelerate knows neither DeepSpeed nor FSDP2 on a CPU"
+NOT_PACKED = "rows with images are not packed: each is a sample of its own"
 BOUND = (*EQUAL, "optim.steps", "engine.zero_stage", "engine.fsdp")
 """Fields that a checkpoint belongs to, some more than a training state: the schedule ends with the last step, each
 engine has its own files, and a share that is kept back changes the data."""
@@ -111,6 +121,13 @@ class FineTune(Training, TrainerCallback):
             self.notes.append(ON_CPU)
             if self.bf16:
                 raise ValueError("dtype='bf16' needs a GPU: on a CPU fine-tuning is in fp32 (dtype='auto')")
+        self.images: ImageRows | None = None
+        """What reads the rows, where some have images."""
+        if have_images(self.corpus):
+            name = run.model.name if run.data.tokenizer == "auto" else run.data.tokenizer
+            self.images = ImageRows(get_processor(name, run.model.trust_remote_code))
+            self.tokenizer = self.images.processor
+            self.notes += [NOT_PACKED] if run.data.packed else []
         data, others = self._documents()
         # of data that are tokens only the padding token is needed
         self.tokenizer = self.tokenizer or get_tokenizer("stdlib-bpe", vocab_size=min(self.vocabulary, 8192))
@@ -139,6 +156,8 @@ class FineTune(Training, TrainerCallback):
         return parts["train"], parts["test"]
 
     def _tokens(self, corpus: Any, name: str) -> Any:
+        if self.images is not None:
+            return self._read_once(corpus, name)
         limit, rows, of = self.run.data.seq_len, len(corpus), f" of '{name}'"
         self.say(f"tokenizing {rows:,} documents{of}")
         pace = Pace(self.say, f"tokenizing '{name}'", rows)
@@ -161,15 +180,7 @@ class FineTune(Training, TrainerCallback):
         made = corpus.map(tokens, load_from_cache_file=False, **how)
         sizes, labelled, cut = (made[name][:] for name in COUNTS)
         made = made.select([i for i, size in enumerate(sizes) if size]).remove_columns(COUNTS)
-        account.refuse_useless()
-        lost, left_out = len(account.useless), account.note(" and are left out")
-        if lost > MOST_LOST * rows and not self.run.data.allow_dropped:
-            raise ValueError(
-                f"{lost} of {rows} rows{of} ({lost / rows:.1%}) would be left out, more than {MOST_LOST:.0%}: mend "
-                "them, or leave them out with data.allow_dropped: true (alst run --set data.allow_dropped=true). "
-                f"{left_out}"
-            )
-        self.notes += [left_out] if lost else []
+        self._leave_out(account, rows)
         if not split and (long := sum(size > limit for size in sizes)):
             whole = "with packed=True, trainer={'packing_strategy': 'bfd_split'} cuts nothing off"
             share = f"and with them {sum(cut) / max(1, sum(labelled)):.1%} of the labels"
@@ -177,10 +188,51 @@ class FineTune(Training, TrainerCallback):
         self.longest = max(self.longest, min(max(sizes), limit))
         return made
 
+    def _leave_out(self, account: Account, rows: int, long: Sequence[str] = ()) -> None:
+        """Note which rows are left out, because they train nothing or are too long, or refuse so many."""
+        account.refuse_useless()
+        told = [account.note(" and are left out")] if account.useless else []
+        if long:
+            too = f"{len(long)} of {rows} rows{account.of} are longer than seq_len={self.run.data.seq_len:,}"
+            told.append(f"{too}, which cannot cut an image, and are left out; the first: {', '.join(long[:SHOWN])}")
+        if long and len(long) == rows - len(account.useless):
+            raise ValueError(f"{told[-1]}: give a longer data.seq_len, or smaller images")
+        if (lost := len(account.useless) + len(long)) > MOST_LOST * rows and not self.run.data.allow_dropped:
+            raise ValueError(
+                f"{lost} of {rows} rows{account.of} ({lost / rows:.1%}) would be left out, more than {MOST_LOST:.0%}: "
+                "mend them, or leave them out with data.allow_dropped: true (alst run --set data.allow_dropped=true). "
+                f"{'. '.join(told)}"
+            )
+        self.notes += told
+
+    def _read_once(self, corpus: Any, name: str) -> Any:
+        """The rows that are trained on, with their images. Each rank reads its share of them once: what cannot be read
+        and what is too long is known before the first step. A collective."""
+        assert self.images is not None
+        rows, ranks, limit, of = len(corpus), dist.get_world_size(), self.run.data.seq_len, f" of '{name}'"
+        self.say(f"reading {rows:,} rows{of} and their images")
+        pace, account = Pace(self.say, f"reading '{name}'", rows), Account(self.images, of)
+        mine = []
+        with Agreement(SPContext.create(), "reading images", {}, waits=True):
+            for number in range(self.rank, rows, ranks):
+                document = account(row := corpus[number], number)
+                self.check_tokens(int(document.ids.max(initial=0)))
+                mine.append((number, len(document.ids) if account.trains(document) else 0, format_of(row)))
+                pace(number + 1)
+        read = sorted(row for part in gather_text(json.dumps(mine), self.device) for row in json.loads(part))
+        account.rows, account.useless = rows, [(number + 1, kind) for number, size, kind in read if not size]
+        long = [f"row {number + 1}, of {size:,} tokens" for number, size, _ in read if size > limit]
+        self._leave_out(account, rows, long)
+        sizes = {number: size for number, size, _ in read if 0 < size <= limit}
+        self.longest = max(self.longest, *sizes.values())
+        return corpus.select([*sizes])
+
     def _trainer(self, data: Any, others: Any) -> Any:
         run = self.run
         self.say(f"loading {run.model.name}")
-        unplaced = load_on_first(run, self.dtype, self.device)
+        unplaced = load_on_first(run, self.dtype, self.device, images=self.images is not None)
+        if self.images is not None and image_layout(unplaced.model) is None:
+            raise ValueError(why_no_images(unplaced.model))
         self.notes += filter(None, [beyond_training(unplaced.model.config.get_text_config(), self.longest)])
         put_liger(run, unplaced.model, self.gpu)
         zero = self.engine.startswith("zero")
@@ -188,12 +240,14 @@ class FineTune(Training, TrainerCallback):
             operators.leave_out()
         deepspeed = engine_config(run, sum(p.numel() for p in unplaced.model.parameters()), self.bf16)
         place(unplaced, deepspeed if zero else {"zero_optimization": {"stage": 0}})
-        args = SFTConfig(**settings(run, self.engine, self.bf16, self.out / "checkpoints", deepspeed))
+        own = {} if self.images is None else {"packing": False, "remove_unused_columns": False}
+        args = SFTConfig(**settings(run, self.engine, self.bf16, self.out / "checkpoints", deepspeed) | own)
         lora = {"task_type": "CAUSAL_LM", "target_modules": "all-linear", **(run.model.lora or {})}
         cls: Any = SPTrainer
         return cls(
             model=unplaced.model, args=args, train_dataset=data, eval_dataset=others, processing_class=self.tokenizer,
-            peft_config=None if run.model.lora is None else LoraConfig(**lora), sp=run.engine.sp, alst=run.options,
+            data_collator=self.images, peft_config=None if run.model.lora is None else LoraConfig(**lora),
+            sp=run.engine.sp, alst=run.options,
         )  # fmt: skip
 
     # ----- checkpoints
@@ -253,6 +307,7 @@ class FineTune(Training, TrainerCallback):
             "parameters": count(parameters),
             "trained_parameters": count(p for p in parameters if p.requires_grad),
             "saved_to": run.output.save_to,
+            "loaded_by": auto_class(trainer.handle.model.config, self.images is not None).__name__,
         }
 
     def finish(self) -> None:
@@ -269,7 +324,9 @@ class FineTune(Training, TrainerCallback):
         """Save the model with the adapter in its weights. It is read anew, because an engine may have cut it up."""
         unset_hf_deepspeed_config()
         self.say(f"merging the adapter, to {self.run.output.save_to}")
-        merged: Any = PeftModel.from_pretrained(load_model(self.run, self.dtype), str(adapter))
+        merged: Any = PeftModel.from_pretrained(
+            load_model(self.run, self.dtype, images=self.images is not None), str(adapter)
+        )
         merged.merge_and_unload().save_pretrained(self.run.output.save_to)
         self.tokenizer.save_pretrained(self.run.output.save_to)
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -59,3 +61,45 @@ def stand_in(model: Any) -> None:
     anything._flash_attn_import_error = lambda *_, **__: None
     utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2]["supported_devices"] = ((lambda: True, "cpu"),)
     model.set_attn_implementation("flash_attention_2")
+
+
+def _varlen_forward(  # noqa: PLR0913
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size_left: int = -1, window_size_right: int = -1, softcap: float = 0.0, alibi_slopes: Any = None,
+    return_softmax: bool = False,
+) -> tuple[Any, ...]:  # fmt: skip
+    """In place of FlashAttention's `_flash_attn_varlen_forward`. The logsumexp is empty: backward makes its own."""
+    window = window_size_left, window_size_right
+    out = flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, 0, 0, dropout_p, softmax_scale, causal, window, softcap
+    )
+    return out, q.new_zeros(q.shape[1], len(q), dtype=torch.float32), None, None
+
+
+def _varlen_backward(  # noqa: PLR0913
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor,
+    dv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int = 0, max_seqlen_k: int = 0,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False, window_size_left: int = -1,
+    window_size_right: int = -1, softcap: float = 0.0, alibi_slopes: Any = None, deterministic: bool = False,
+) -> None:  # fmt: skip
+    """In place of FlashAttention's `_flash_attn_varlen_backward`, which writes the gradients into dq, dk and dv."""
+    window = window_size_left, window_size_right
+    with torch.enable_grad():
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        made = flash_attn_varlen_func(
+            *leaves, cu_seqlens_q, cu_seqlens_k, 0, 0, dropout_p, softmax_scale, causal, window, softcap
+        )
+        for kept, grad in zip((dq, dk, dv), torch.autograd.grad(made, leaves, dout)):
+            kept.copy_(grad)
+
+
+def stand_in_for_package() -> None:
+    """Put in a package `flash_attn` with what ring-flash-attn takes from it. Only what packed samples need runs."""
+    package, interface = ModuleType("flash_attn"), ModuleType("flash_attn.flash_attn_interface")
+    made: Any = interface
+    made._flash_attn_forward = made._flash_attn_backward = None
+    made._flash_attn_varlen_forward, made._flash_attn_varlen_backward = _varlen_forward, _varlen_backward
+    sys.modules.update({package.__name__: package, interface.__name__: interface})
+    anywhere: Any = torch.cuda
+    anywhere.current_device = lambda: "cpu"  # where Axolotl puts the offsets of documents

@@ -37,7 +37,8 @@ Write a file in `papermill_runs/referee/exactness/stacks/`; `__init__.py` there 
 small copy of a model. A stack under a Trainer needs its settings only, as `accelerate_sp.py` shows.
 
 Beside the file of a stack, a file of requirements with the same name pins the packages with which it was judged. Put
-them into a folder of their own, beside the environment, whose PyTorch and transformers are kept:
+them into a folder of their own. The environment's PyTorch is kept, and its transformers too, unless the file pins it.
+Without the folder, `make referee` keeps what was judged of such a stack.
 
     python -m pip install --no-deps --target FOLDER -r papermill_runs/referee/exactness/stacks/ms_swift.txt
     REFEREE_PATH=FOLDER python papermill_runs/referee/referee.py --again --stack ms-swift --case even
@@ -50,8 +51,9 @@ FAIR = """## What we could have set up wrongly
   CPUs. Attention is PyTorch's (`sdpa`), and `eager` for sinks and soft caps. A stack may be exact with FlashAttention
   on GPUs where it is wrong here, above all for packed documents and windows: transformers' page of Ulysses warns that
   SDPA may attend across packed samples, and recommends FlashAttention.
-- verl and ms-swift run in a loop that calls their functions as their trainers do, because these want Ray, or templates
-  of a hub's models. Plain PyTorch stands in for FlashAttention 2 there, which keeps packed documents and windows apart.
+- verl, ms-swift and Axolotl run in a loop that calls their functions as their trainers do, because these want Ray,
+  templates of a hub's models, or a configuration for a GPU. Plain PyTorch stands in for FlashAttention 2 there, which
+  keeps packed documents and windows apart.
 - DeepSpeed's stacks run with ZeRO-3, as its tutorial does. Those that end with `zero2` show what another stage changes.
 - AdamW has an epsilon of 1e-6, because rounding of gradients near zero would decide what the weights become otherwise.
 - Models have two layers and random weights, so that every gradient counts: an error is larger here than in a trained

@@ -15,8 +15,9 @@ A stack under a Trainer has `trainer(ranks, case)` in their place. It returns a 
 
 Nothing but the standard library is imported at the top of a file, so that the table can list a stack that is not
 installed. A stack may also have `environment()`, variables that its processes need (`REFEREE_PATH`: a folder of
-packages beside the environment), and `ranks`, where its number is not 2. A file of requirements with the name of the
-stack's pins what it `requires`, but torch and transformers, which are the environment's.
+packages, which come before the environment's), and `ranks`, where its number is not 2. A file of requirements with the
+name of the stack's pins what it `requires`, but torch, which is the environment's. So is transformers, unless the file
+pins it.
 """
 
 import importlib

@@ -10,6 +10,7 @@ from .accelerate_cp import Stack as AccelerateCP
 class Stack(AccelerateCP):
     sources = ("https://huggingface.co/docs/trl/en/distributing_training",)
     requires = ("torch", "transformers", "accelerate", "trl")
+    note = f"{AccelerateCP.note}; TRL refuses `packing=True` here, but not documents that are packed already"
 
     def trainer(self, ranks: int, case: Any) -> Any:
         made = super().trainer(ranks, case)

@@ -1,21 +1,19 @@
 """experts with the loss of their router: deepspeed against plain transformers.
 Run: python FILE. wrong by: loss 4.3%, gradient norm 0.9%, gradient 49.8%, weights 0.3%; first: the gradient of the input of model.layers.1.mlp.experts"""
-import os, subprocess, sys
+import os, subprocess, sys, torch
 if "RANK" not in os.environ and sys.argv[1:] != ["plain"]:
-    for command in ([__file__, "plain"], ["-m", "torch.distributed.run", "--nproc-per-node=2", __file__]):
-        subprocess.run([sys.executable, *command], check=True)
-    sys.exit()
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+    subprocess.run([sys.executable, __file__, "plain"], check=True)
+    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", __file__])
+from transformers import AutoConfig, AutoModelForCausalLM
 plain, _ = sys.argv[1:] == ["plain"], torch.manual_seed(0)
 config = AutoConfig.for_model('qwen3_moe', use_cache=False, **{'vocab_size': 96, 'hidden_size': 32, 'intermediate_size': 48, 'num_hidden_layers': 2, 'num_attention_heads': 4, 'num_key_value_heads': 2, 'head_dim': 8, 'tie_word_embeddings': False, 'num_experts_per_tok': 2, 'output_router_logits': True, 'router_aux_loss_coef': 0.1, 'num_experts': 4, 'moe_intermediate_size': 24})
 model = AutoModelForCausalLM.from_config(config, attn_implementation='sdpa', dtype=torch.float32)
 for p in model.parameters(): p.data += 0.1 * torch.randn_like(p)
 ids, positions = torch.randint(3, 96, (3, 40)), torch.arange(40)
 labels = ids.clone()
+tokens, mean = (labels[:1, 1:] != -100).sum(), 0.0
 if plain:
-    loss = sum(model(input_ids=ids[i][None], position_ids=positions[None], labels=labels[i][None], num_items_in_batch=(
-        labels[:1, 1:] != -100).sum()).loss for i in range(1)) * 1.0
+    loss = sum(model(input_ids=x[None], position_ids=positions[None], labels=y[None], num_items_in_batch=tokens).loss for x, y in zip(ids, labels[:1])) * 1.0
     loss.backward()
     sys.exit(print("loss", float(loss), "norm", float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9))))
 import deepspeed, deepspeed.comm.torch, torch.distributed.nn.functional as F
@@ -26,7 +24,7 @@ mpu = UlyssesSPAttentionHF.register_with_transformers(model, 'sdpa', 2, 1, seq_l
 zero = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 3}}
 engine, *_ = deepspeed.initialize(
     model=model, optimizer=torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]), mpu=mpu, config=zero)
-mean, group, mine = 0.0, mpu.get_sequence_parallel_group(), slice(20 * engine.global_rank, 20 * engine.global_rank + 20)
+group, mine = mpu.get_sequence_parallel_group(), slice(20 * engine.global_rank, 20 * engine.global_rank + 20)
 for i in range(1):
     logits = engine(input_ids=ids[i][None, mine], position_ids=positions[None, mine]).logits
     y = torch.nn.functional.pad(labels[i][None], (0, 1), value=-100)[:, 1:][:, mine].contiguous()

@@ -1,0 +1,46 @@
+"""What a step on trajectories that share prefixes takes (`trees.tree_step`): the memory of one path, and the time of
+the tokens and pairs that are computed. Without torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from alstlib.base.units import parse_quantity
+from alstlib.planner.prediction import Prediction
+from alstlib.planner.question import CHUNK, Question
+from alstlib.planner.step_time import step_seconds
+
+
+def cost(question: Question, tree: str) -> tuple[Prediction, dict[str, int]]:
+    """The memory of one path with the seconds of all nodes; and how many tokens are computed, how many pairs of a query
+    and a key (in a layer without a window), and how many leaves there are.
+
+    Args:
+        question: a block has the run's number of tokens of each rank, or 16K.
+        tree: its levels from the root on: 800K,8x200K is a prefix of 800K tokens before 8 branches of 200K each, and
+            800K,8x200K,4x10K has 4 leaves of 10K at the end of each branch.
+
+    Raises:
+        ValueError: the tree has another form.
+    """
+    ranks, levels, leaves, end = question.ranks, [], 1, 0
+    for part in tree.split(","):
+        branches, _, own = part.rpartition("x")
+        leaves *= parse_quantity(branches or 1, "tree")
+        levels.append((leaves, end, end := end + parse_quantity(own, "tree")))
+    longest = max(end - begin for _, begin, end in levels)
+    run = question.run.replace(block=min(question.run.block or CHUNK, -(-longest // ranks)))
+    tokens = pairs = blocks = once = 0
+    for count, begin, end in levels:
+        full, rest = divmod(end - begin, run.block * ranks)
+        tokens += count * (end - begin)
+        pairs += count * (end**2 - begin**2) // 2
+        blocks += count * (full + (rest > 0))
+        once = count * (rest or run.block * ranks)  # a leaf's last block runs with a graph at once
+    found = replace(question, run=run).at(end)
+    of = replace(
+        found.activations, attention_share=2 * pairs / tokens**2, blocks=blocks, twice=1 - once / tokens,
+        copied=found.activations.copied * 2 * pairs // end**2,
+    )  # fmt: skip
+    seconds = step_seconds(question.shape, run, question.machine, ranks, tokens, of)
+    return replace(found, activations=of, seconds=seconds), {"tokens": tokens, "pairs": pairs, "leaves": leaves}

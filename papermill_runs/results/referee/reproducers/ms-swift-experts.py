@@ -1,0 +1,39 @@
+"""experts with the loss of their router: ms-swift against plain transformers.
+Run: python FILE. wrong by: loss 2.2%, gradient norm 0.4%, gradient 26.3%, weights 0.2%; first: the gradient of the input of model.layers.1.mlp.experts"""
+import os, subprocess, sys, torch
+if "RANK" not in os.environ and sys.argv[1:] != ["plain"]:
+    subprocess.run([sys.executable, __file__, "plain"], check=True)
+    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", __file__])
+from transformers import AutoConfig, AutoModelForCausalLM
+plain, _ = sys.argv[1:] == ["plain"], torch.manual_seed(0)
+config = AutoConfig.for_model('qwen3_moe', use_cache=False, **{'vocab_size': 96, 'hidden_size': 32, 'intermediate_size': 48, 'num_hidden_layers': 2, 'num_attention_heads': 4, 'num_key_value_heads': 2, 'head_dim': 8, 'tie_word_embeddings': False, 'num_experts_per_tok': 2, 'output_router_logits': True, 'router_aux_loss_coef': 0.1, 'num_experts': 4, 'moe_intermediate_size': 24})
+model = AutoModelForCausalLM.from_config(config, attn_implementation='sdpa', dtype=torch.float32)
+for p in model.parameters(): p.data += 0.1 * torch.randn_like(p)
+ids, positions = torch.randint(3, 96, (3, 40)), torch.arange(40)
+labels = ids.clone()
+tokens, mean = (labels[:1, 1:] != -100).sum(), 0.0
+if plain:
+    loss = sum(model(input_ids=x[None], position_ids=positions[None], labels=y[None], num_items_in_batch=tokens).loss for x, y in zip(ids, labels[:1])) * 1.0
+    loss.backward()
+    sys.exit(print("loss", float(loss), "norm", float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9))))
+import torch.distributed as dist, transformers.modeling_flash_attention_utils as utils
+flash = lambda *qkv, softmax_scale=None, **_: torch.nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in qkv),
+    is_causal=True, scale=softmax_scale, enable_gqa=True).transpose(1, 2)  # on CPUs only, where FlashAttention is not
+utils._lazy_imports = lambda *_, **__: (flash, lambda *qkv, **more: flash(*(t[None] for t in qkv), **more)[0], None, None, None)
+model.config._attn_implementation = "flash_attention_2"
+dist.init_process_group("gloo")
+from types import SimpleNamespace
+from swift.sequence_parallel import sequence_parallel
+from swift.trainers.utils import per_token_loss_func_sp
+model.model_info, model.model_meta = SimpleNamespace(is_moe_model=True), SimpleNamespace(model_arch=None)
+sequence_parallel.prepare(2, model, SimpleNamespace(pad_token_id=0), padding_free=True)
+engine = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+labels[:, 0] = -100
+for i in range(1):
+    inputs = {"input_ids": ids[i][None], "labels": labels[i][None], "position_ids": positions[None]}
+    sequence_parallel.prepare_inputs(inputs)
+    out, y = engine(**{n: t for n, t in inputs.items() if n != "labels"}), inputs["labels"]
+    loss = (per_token_loss_func_sp(out, y).sum() + config.router_aux_loss_coef * out.aux_loss * (y[:, 1:] != -100).sum()) / tokens * 1.0
+    loss.backward(), dist.all_reduce(loss.data)
+    mean += float(loss) / 2
+print("loss", mean, "norm", float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)))
