@@ -38,9 +38,9 @@ def get_processor(name: str, trust: bool = False) -> Any:
     try:
         made: Any = AutoProcessor.from_pretrained(name, trust_remote_code=trust)
     except Exception as error:
-        raise ValueError(f"model='{name}': its processor, which reads the images, cannot be loaded: {error}") from error
+        raise ValueError(f"the data have images, but model='{name}' has no processor to load: {error}") from error
     if not hasattr(made, "image_processor"):
-        raise ValueError(f"the data have images, but model='{name}' has no processor of images: take a model that does")
+        raise ValueError(f"the data have images, but model='{name}' has no processor of images: take one that has")
     return made
 
 

@@ -382,7 +382,7 @@ def test_the_line_of_the_page_trains_an_adapter(ranks2, pictures, tmp_path, monk
 NO_PICTURES = """
 {data.seq_len: 20} -> 13 of 14 rows
 {data.seq_len: 5} -> give a longer data.seq_len, or smaller images
-{model.name: text} -> has no processor of images
+{model.name: text} -> has no processor to load
 {model.name: gemma} -> Gemma3ForConditionalGeneration (gemma3) cannot read images under sequence parallelism
 {data.name: lost} -> row 2, read as messages: its image
 """
