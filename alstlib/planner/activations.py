@@ -111,12 +111,12 @@ def activations(
         if streaming.hidden and gpu and in_layer(place):  # chunks on their way
             found["hidden states"] = found.get("hidden states", 0.0) + 2 * element * chunk * shape.width
 
-    best, *where = _largest(lines, tokens, held, beside)
+    best, place, part = _largest(lines, tokens, held, beside)
     if every > 1 and not streaming.hidden:  # a segment's inputs, made again, are on the device, with their outputs
         best["checkpoints"] = best.get("checkpoints", 0.0) + (every - 1) * (size + output)
     chunks = tokens / chunk
     return Activations(
-        _bytes(best), *where, host, needed, outputs / max(1, shape.attending), every, kernel, streaming.hidden,
+        _bytes(best), place, part, host, needed, outputs / max(1, shape.attending), every, kernel, streaming.hidden,
         copied_bytes(run, shape.layers, every, size, outputs * output, streaming, chunks, shape.attending),
         streaming.attention_share(chunks), away, short,
     )  # fmt: skip
@@ -139,9 +139,9 @@ def reference_activations(
     tiles = {part: bool(run.options.tile(part)) for part in ("mlp", "loss")}
     options = {"tiles": {**tiles, "norm": False}, "offload": bool(run.options.offload)}
     own = RunConfig(model=run.model, options=Options.plain(checkpoint=True, **options))
-    best, *where = _largest([lines_at(StepQuestion(own, ranks, "cuda", preset="paper"), tokens)], tokens, held)
+    best, place, part = _largest([lines_at(StepQuestion(own, ranks, "cuda", preset="paper"), tokens)], tokens, held)
     host = shape.layers * tokens * shape.width * 2 if run.options.offload else 0
-    return Activations(_bytes(best), *where, host, host, 0.0, 1, "flash_attention_2", copied=2 * host)
+    return Activations(_bytes(best), place, part, host, host, 0.0, 1, "flash_attention_2", copied=2 * host)
 
 
 REFERENCE = ("llama", "mistral", "qwen3")

@@ -23,20 +23,21 @@ def cost(question: Question, tree: str) -> tuple[Prediction, dict[str, int]]:
     Raises:
         ValueError: the tree has another form.
     """
-    ranks, levels, leaves, end = question.ranks, [], 1, 0
+    ranks, levels, leaves, end = question.ranks, list[tuple[int, int, int]](), 1, 0
     for part in tree.split(","):
         branches, _, own = part.rpartition("x")
         leaves *= parse_quantity(branches or 1, "tree")
         levels.append((leaves, end, end := end + parse_quantity(own, "tree")))
     longest = max(end - begin for _, begin, end in levels)
-    run = question.run.replace(block=min(question.run.block or CHUNK, -(-longest // ranks)))
+    size = ranks * min(question.run.block or CHUNK, -(-longest // ranks))
+    run = question.run.replace(block=size // ranks)
     tokens = pairs = blocks = once = 0
     for count, begin, end in levels:
-        full, rest = divmod(end - begin, run.block * ranks)
+        full, rest = divmod(end - begin, size)
         tokens += count * (end - begin)
         pairs += count * (end**2 - begin**2) // 2
         blocks += count * (full + (rest > 0))
-        once = count * (rest or run.block * ranks)  # a leaf's last block runs with a graph at once
+        once = count * (rest or size)  # a leaf's last block runs with a graph at once
     found = replace(question, run=run).at(end)
     of = replace(
         found.activations, attention_share=2 * pairs / tokens**2, blocks=blocks, twice=1 - once / tokens,
