@@ -176,7 +176,9 @@ class Chunked(LayerRunner):
         shared, leaves, tensors, mappings = apart(args, kwargs)
         cuts = [_token_dimension(t, x.shape[1], self.layer) for t in leaves]
         trained = {i: t for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.requires_grad}
-        fixed = [(None, None) if i in trained else pair for i, pair in enumerate(zip(leaves, cuts))]
+        fixed: list[tuple[Any, int | None]] = [
+            (None, None) if i in trained else pair for i, pair in enumerate(zip(leaves, cuts))
+        ]  # fmt: skip
 
         def run(part: Tensor, piece: LayerChunk, *beside: Tensor) -> Tensor:
             mine = [t if at is None else t[(slice(None),) * at + (piece.tokens,)] for t, at in fixed]

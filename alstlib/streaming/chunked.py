@@ -198,7 +198,7 @@ class Stream:
     store: Storage
     keep: bool
     params: Callable[[], Sequence[Tensor]]
-    accept: Callable[[Tensor], bool] = lambda out: True
+    accept: Callable[[Any], bool] = lambda out: True
     module: nn.Module | None = None
     travels: bool = False
     kv_on_host: bool = False

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from alstlib.linear.adapter import Adapter, LayerPart, plain_forward
 from alstlib.linear.convolution import causal_convolution
@@ -18,7 +18,7 @@ class CompressedConvolution(Adapter):
     family = "compressed convolutional attention"
 
     @classmethod
-    def knows(cls, mixer: nn.Module, calls: set[str]) -> bool:
+    def knows(cls, mixer: Any, calls: set[str]) -> bool:
         """Without a bias: a projection of the zeros before a document is then zero, as the mixer's own padding is."""
         return hasattr(mixer, "conv_qk_grouped") and calls == {"repeat_kv"} and not mixer.config.attention_bias
 
