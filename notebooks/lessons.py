@@ -47,6 +47,8 @@ HANG_SECONDS = 5 * SECONDS
 AT_ONCE = 2
 """Notebooks that are checked at a time, each by a process of its own, whose children's processor time is theirs."""
 BYTES = 1_000_000
+WORDS = 2_000
+"""At most in a lesson's markdown, its card, tables and exercises included; see `words`."""
 ROOT = Path(__file__).resolve().parents[1]
 CARD = ("Question", "You need to know", "Belongs to", "Run time", "Hardware")
 SECTIONS = ("Remember", "Next", "Exercises")
@@ -536,6 +538,18 @@ def headings(book: Notebook) -> list[str]:
     return [m[1].strip() for c in book.markdown for m in re.finditer(r"(?m)^## (.+)$", c.source)]
 
 
+def words(book: Notebook) -> int:
+    """Of the markdown, as a reader meets them: a word has a letter, a formula is one, a link's target is none."""
+    text = LINK.sub(lambda m: m[1] + m[3], "\n".join(c.source for c in book.markdown))
+    text = re.sub(r"(?s)\$\$.*?\$\$|\$[^$\n]*\$", " formula ", text)
+    return sum(bool(re.search(r"[^\W\d_]", part)) for part in text.split())
+
+
+def brief(book: Notebook) -> Iterator[str]:
+    if (found := words(book)) > WORDS:
+        yield f"{found:,} words, at most {WORDS:,} wanted"
+
+
 def sectioned(book: Notebook) -> Iterator[str]:
     found = headings(book)
     if tuple(found[-3:]) != SECTIONS:
@@ -636,7 +650,7 @@ EVERY: tuple[Callable[[Notebook], Iterable[str]], ...] = (
     well_formed, small, stateless, counted, portable, described, linked,
 )  # fmt: skip
 RULES = {
-    "lesson": (*EVERY, carded, parametrized, sectioned, drilled, judged, announced, twinned),
+    "lesson": (*EVERY, carded, parametrized, brief, sectioned, drilled, judged, announced, twinned),
     "twin": (*EVERY, answered),
     "index": EVERY,
 }

@@ -2,14 +2,13 @@
 it costs each of some 40 ranks seconds, and so does the garbage collector, which from here on passes over it."""
 
 import gc
+import os
 from importlib import import_module
-
-import torch
 
 COMMON = ["transformers.models.llama.modeling_llama", "alstlib.hf.attach", "alstlib.data.shard", "cases", "matrix"]
 for name in COMMON:
     import_module(name)
-if not torch.cuda.is_available():  # DeepSpeed asks a GPU for its properties, after which no fork can use it
+if os.environ["DS_ACCELERATOR"] == "cpu":  # to ask a GPU for anything would keep all forks from using it
     import_module("alstlib.runs.train.operators").leave_out()
     import_module("deepspeed.runtime.zero.stage3")
 gc.collect()

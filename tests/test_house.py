@@ -130,7 +130,7 @@ def test_the_check_of_imports_sees_those_that_hide(tmp_path):
 
 
 def loaded(statement):
-    heavy = {"torch", "transformers", "deepspeed", "papermill"}
+    heavy = {"torch", "transformers", "deepspeed", "papermill", "rfc3987_syntax"}
     code = f"import sys; {statement}; print(*{heavy} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return set(done.stdout.split())
@@ -141,6 +141,10 @@ def test_the_public_face_loads_on_first_use():
     assert all(getattr(alstlib, name) is not None for name in alstlib.__all__)
     with pytest.raises(AttributeError, match="No alstlib attribute gone"):
         alstlib.gone  # noqa: B018
+
+
+def test_papermill_comes_without_a_grammar_of_addresses():
+    assert loaded("from alstlib.runs.notebooks import load_papermill; load_papermill()") == {"papermill"}
 
 
 @pytest.mark.parametrize("name", ["runs", "planner"])

@@ -29,6 +29,53 @@ def test_no_lesson_is_lost():
     assert lessons.stray() == []
 
 
+def next_of(path):
+    """The first notebook that a lesson's last words lead to."""
+    end = "\n".join(c.source for c in lessons.Notebook(path).markdown).split("\n## Next\n")[1].split("\n## ")[0]
+    return path.with_name(re.search(r"\]\((\w+\.ipynb)", end)[1])
+
+
+def test_next_leads_from_the_first_notebook_through_every_lesson():
+    at, seen = lessons.ROOT / "notebooks/90_minutes.ipynb", []
+    while at not in seen:
+        seen.append(at)
+        at = next_of(at)
+    assert sorted(seen) == lessons.lessons()
+
+
+def test_hours_of_the_index_are_those_of_the_cards():
+    """Each lesson's minutes stand in one table of paths, and the sums, the workshop and the seminar are theirs."""
+    index = "\n".join(c.source for c in lessons.Notebook(lessons.ROOT / "notebooks/index.ipynb").markdown)
+    cards = {path.name[:2]: minutes_of(path) for path in lessons.lessons()}
+    paths = re.findall(
+        r"(?m)^\| \[(\d\d) [^\n]+\| (\d+) \|$|^\*\*(?:A day|The rest)\*\* \((\d+) hours and (\d+) minutes\)", index
+    )
+    assert sorted((name, int(minutes)) for name, minutes, *_ in paths if name) == sorted(cards.items())
+    parts, sums = [[]], []
+    for name, minutes, hours, rest in paths:
+        if name:
+            parts[-1].append(int(minutes))
+        else:
+            parts.append([])
+            sums.append(60 * int(hours) + int(rest))
+    assert [sum(part) for part in parts] == [cards["90"], *sums]
+    workshop = index.split("**Half-day workshop (4 hours)**")[1].split("**Two-week")[0]
+    assert sum(map(int, re.findall(r"(?m)^\| (\d+) \|", workshop))) == 4 * 60
+    for minutes, name in re.findall(r"(?m)^\| (\d+) \| [^|]+ \| \[(\d\d)\]", workshop):
+        assert int(minutes) == cards[name]
+    read = re.findall(r"(?m)^\| \d+ \| (\[\d\d\][^|]+) \| (\d+) \|", index)
+    sessions = [[cards[name] for name in re.findall(r"\[(\d\d)\]", which)] for which, _ in read]
+    assert [sum(session) for session in sessions] == [int(minutes) for _, minutes in read]
+    total = sum(cards.values()) - cards["90"]
+    assert sum(map(sum, sessions)) == total
+    assert f"{total // 60} hours and {total % 60} minutes in addition to the sessions" in index
+
+
+def minutes_of(path):
+    number, unit = re.search(r"(\d+|an) (minute|hour)s? of reading", lessons.Notebook(path).nb.cells[0].source).groups()
+    return int(number.replace("an", "1")) * (60 if unit == "hour" else 1)
+
+
 # A lesson that keeps all rules, in a repository of its own
 
 CARD = """# A demonstration
@@ -198,6 +245,7 @@ BROKEN = {
         about("said", tags=["parameters"]),
         put("imports", source="one = 1"),
     ),
+    "brief": (replace("card", "It is computed", "word " * 1980 + "It is computed"),),
     "sectioned": (
         replace("end", "## Exercises", "## Questions"),
         replace("end", "[01 again](01_demo.ipynb)", "Nothing."),

@@ -96,7 +96,8 @@ def check_model(model: PreTrainedModel, kernel: str | Callable[..., Any]) -> Fac
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention", CHUNKED}
     kinds -= INDEXED if any(has_indexer(m) for m in model.modules()) else set()
     if other := sorted(kinds - KINDS if mixers_of(model) else kinds):
-        raise ValueError(f"{name} mixes tokens by {', '.join(other)}, which is not exact on a sharded sequence")
+        needs = next((f"; it would need {NEEDS[kind]}" for kind in other if kind in NEEDS), "")
+        raise ValueError(f"{name} mixes tokens by {', '.join(other)}, which is not exact on a sharded sequence{needs}")
     candidates = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     if not candidates:
         raise ValueError(f"{name} has no decoder layers that transformers can checkpoint")
@@ -211,6 +212,12 @@ def _check_calls(model: PreTrainedModel, calls: Sequence[LayerCall]) -> None:
 
 SLIDING = ("sliding_attention", "hybrid_sliding")
 """What `config.layer_types` calls layers whose attention has a window."""
+_POOLED = "keys that are pooled from tokens of several ranks, and kept apart by documents"
+NEEDS = {
+    "compressed_sparse_attention": _POOLED, "heavily_compressed_attention": _POOLED,
+    **dict.fromkeys(["qwen_sparse_attention", "indexed_attention"], f"{_POOLED}, and n-grams over borders of ranks"),
+}  # fmt: skip
+"""What kinds of layers would need that are refused."""
 MIXERS = ("mamba", "rwkv", "lstm", "deltanet", "recurrent", "shortconv", "retention", "linearattention", "lightning")
 """Names of modules, in part, that carry a state along the sequence."""
 
@@ -284,7 +291,7 @@ def check_attention(module: nn.Module, mask: Any, dropout: float, kwargs: dict[s
             "attn_pdrop or attention_probs_dropout_prob to 0"
         )
     if kwargs.get("position_bias") is not None:
-        raise ValueError(f"{where} adds a position_bias to its scores, which is not supported")
+        raise ValueError(f"{where} adds a position_bias to its scores, which would need a kernel with its gradient")
     if kwargs.get("indices") is not None and (kwargs.get("sliding_window") or kwargs.get("softcap")):
         raise ValueError(f"{where} selects keys and has a window or a soft cap too, which is not supported")
     config, told = getattr(module, "config", None), kwargs.get("sliding_window")

@@ -66,8 +66,8 @@ def model_states(
     gathered. DeepSpeed gathers weights ahead until two buckets of them are there (`stage3_max_live_parameters`), the
     last tensor counted whole, and keeps those that it will use again within two buckets
     (`stage3_max_reuse_distance`): a model of less than two buckets stays gathered from the first layer on. In forward,
-    the buffer in which weights arrived is held until the last of them is used: a bucket more. Memory peaks there only
-    where layers run in chunks, because their forward takes about as much as their backward.
+    the buffer in which weights arrived is held until the last of them is used: a bucket more, beside fewer activations,
+    which is not counted.
 
     Where a layer and the embedding are more than two buckets, nothing is gathered ahead, and these are what is there:
     the head is still gathered when the last layer's backward runs, where memory peaks while checkpoints lie on the
@@ -76,8 +76,9 @@ def model_states(
     weights is there too; later it is both in that buffer and in the weight.
 
     When a bucket of gradients is full, two copies of it are there for a moment: DeepSpeed's, and on a CPU gloo's. By
-    then its weights and the layer's MLP, whose backward comes first, are released. Our engine has one copy on a GPU,
-    which is less than what the allocator loses and is not counted, as are those of layers in chunks.
+    then its weights and the layer's MLP, whose backward comes first, are released. Where nothing is gathered ahead, the
+    embedding that is there twice takes as much, at another moment. Our engine has one copy on a GPU, which is less than
+    what the allocator loses and is not counted; nor are those of layers in chunks.
 
     Args:
         sizes: elements of the model.
@@ -108,20 +109,19 @@ def model_states(
     gathered = last + (live if ours and ahead else element * sizes.layer)
     if not ours:
         gathered = max(gathered, live)
-    most = whole + (buffer if ours and ahead and run.options.chunk is not None else 0)
     alone = world == 1 and not run.engine.offload_params  # what is gathered is the shard
     copies = 2 * min(buffer, whole) // element * (reduced or 0) if world > 1 or stage == 3 else 0
     largest = element * sizes.largest if away and stage < 3 else 0
     device = {
         WEIGHTS: 0 if run.engine.offload_params else weights,
-        GATHERED: min(most, gathered) if stage == 3 and not alone else 0,
+        GATHERED: min(whole, gathered) if stage == 3 and not alone else 0,
         GRADIENTS: gradients if not away else largest + {1: element * trained, 2: largest}.get(stage, 0),
         OPTIMIZER: 0 if away else optimizer,
         BUCKETS: buffer if world > 1 or stage else 0,  # stages 1 and 2 fill it on a single rank too
         COPIES: 0 if ours else copies,
     }
     whole_layers = run.options.chunk is None and run.block is None
-    copied = ours and stage == 3 and copies and buffer < whole and whole_layers
+    copied = ours and ahead and stage == 3 and copies and buffer < whole and whole_layers
     steps = [SUB_GROUP] * (part // SUB_GROUP) + [part % SUB_GROUP] if stage == 3 else [part]
     earlier = element * part if stage == 2 and run.optim.accumulation > 1 else 0
     host = {

@@ -4,6 +4,7 @@ started."""
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import signal
@@ -21,6 +22,18 @@ KERNEL_SECONDS = 60.0  # for an interrupted notebook: longer than the launcher's
 INTERRUPTED_SECONDS = 3.0  # in which papermill writes down a cell that has cleaned up
 
 
+def load_papermill() -> Any:
+    """papermill, without what it imports for nothing: a grammar of addresses in all scripts, which jsonschema compiles
+    for seconds where that package is installed, and which no notebook is held against."""
+    modules: Any = sys.modules
+    modules.setdefault("rfc3987_syntax", None)
+    try:
+        return importlib.import_module("papermill")
+    finally:
+        if modules["rfc3987_syntax"] is None:
+            del modules["rfc3987_syntax"]
+
+
 def execute(
     notebook: Path, output: Path, parameters: Mapping[str, Any], watch: Callable[[], None] = lambda: None,
     running: Callable[[], bool] = lambda: False, folder: Path = Path(),
@@ -30,7 +43,7 @@ def execute(
     `watch` is called about once a second meanwhile. On KeyboardInterrupt (and SIGTERM) the kernel is interrupted, so
     that the cell cleans up, and killed if it does not, or if no run of it is `running`; then the exception goes on.
     """
-    import papermill
+    papermill = load_papermill()
     from jupyter_client.kernelspec import KernelSpec
     from jupyter_client.manager import AsyncKernelManager
 

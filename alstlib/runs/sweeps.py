@@ -31,6 +31,7 @@ from alstlib.base.options import Fields, Name, Settings, Text, Works, check_name
 from alstlib.planner import devices
 from alstlib.runs import launch, locks, results, workers
 from alstlib.runs.launch import OUT
+from alstlib.runs.notebooks import load_papermill
 from alstlib.runs.results import Json
 
 RECORD = "sweep.json"
@@ -179,9 +180,7 @@ def _locate(what: str, name: str, spec: Path) -> tuple[Path, Path]:
 
 def check_parameters(notebook: Path, names: Iterable[str]) -> None:
     """Refuse names that the notebook's parameters cell lacks (papermill itself only warns)."""
-    import papermill
-
-    known = papermill.inspect_notebook(str(notebook))
+    known = load_papermill().inspect_notebook(str(notebook))
     check_names(names, known, f"parameter of {notebook.name}", RunConfig.elsewhere())
 
 

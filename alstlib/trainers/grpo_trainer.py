@@ -178,10 +178,10 @@ class GRPOTrainerMixin(LogpsMixin):
         """Log-probabilities and entropies [B, keep] of the last tokens of rows ids [B, S], which all ranks have; 0
         where the mask [B, S] is."""
         device, length = ids.device, ids.shape[1]
-        mask, at = mask.cpu(), torch.arange(length)
+        known, at = _of_completions(ids, mask, keep), torch.arange(length)
+        mask = known["attention_mask"]
         left = mask.argmax(1, keepdim=True)  # tokens of padding before the prompt, which go to the end of the row
         longest = int(mask.sum(1).max())
-        known = _of_completions(ids.cpu(), mask, keep)
         order = ((at + left) % length)[:, :longest]
         (part,) = self._share([{name: t.gather(1, order) for name, t in known.items()}])
         with self.accelerator.autocast():
@@ -200,7 +200,8 @@ def _whole(rows: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, int]:
 
 
 def _of_completions(ids: Tensor, mask: Tensor, keep: int) -> dict[str, Tensor]:
-    """Samples [B, S] whose labels are their last tokens."""
+    """Samples [B, S] whose labels are their last tokens, on the CPU, where they are cut."""
+    ids, mask = ids.cpu(), mask.cpu()
     labels = ids.masked_fill(mask == 0, IGNORE)
     labels[:, :-keep] = IGNORE
     return {"input_ids": ids, "labels": labels, "attention_mask": mask}

@@ -106,6 +106,8 @@ def cell_of(processes: Processes, name: str, case: Case, plain: dict[Any, Any]) 
 
 def reproduced(processes: Processes, stack: str, case: str, folder: Path) -> tuple[bool, str]:
     """Whether a cell's reproducer shows that something is wrong, and what it shows."""
+    from exactness.judge import apart
+
     path = folder / reproduce.file_of(stack, case)
     printed = []
     for ranks in (1, RANKS):
@@ -116,7 +118,7 @@ def reproduced(processes: Processes, stack: str, case: str, folder: Path) -> tup
     want, got = printed
     if not want or {n: len(some) for n, some in got.items()} != {n: len(some) for n, some in want.items()}:
         return False, f"prints {got} where plain transformers prints {want}"
-    off = {n: max(abs(a - b) / max(abs(b), 1e-9) for a, b in zip(got[n], want[n])) for n in want}
+    off = {n: max(apart(a, b) for a, b in zip(got[n], want[n])) for n in want}
     return max(off.values()) > TOLD[CASES[case].dtype], ", ".join(f"{n} {page.percent(off[n])}" for n in off)
 
 

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 import zoo
-from cases import ALL_OFF, ALL_ON, attach, check_attached, check_refused, check_step, plain_step, sample_of, step
+from cases import ALL_ON, attach, check_attached, check_refused, check_step, plain_step, sample_of, step
 
 SAMPLE = sample_of(26)
 INPUT = 2 * 26 * 32 * 4
@@ -22,14 +22,13 @@ def gemma3n():
 
 HOW = {
     "whole": ALL_ON, "inputs of some": {**ALL_ON, "offload": "sync", "save_attention": False, "host_memory": 3 * INPUT},
-    "chunks": {**ALL_ON, "chunk": 5}, "chunks on the host": {"offload": True, "on_host": "hidden+kv", "chunk": 5},
-    "no checkpoints": ALL_OFF,
+    "chunks on the host": {"offload": True, "on_host": "hidden+kv", "chunk": 5},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("how", HOW)
 def test_gradients_reach_the_layer_that_made_the_keys(how):
-    handle = check_attached(gemma3n(), SAMPLE, 2, **HOW[how])
+    handle = check_attached(gemma3n(), SAMPLE, **HOW[how])
     assert handle.plan.inputs_kept_every == (2 if how == "inputs of some" else 1)
 
 
@@ -40,6 +39,10 @@ def test_block_by_block():
         check_step(step(model, SAMPLE, block=5), want)
 
 
+def with_graphs():
+    return sum(isinstance(t, torch.Tensor) and t.grad_fn is not None for t in gc.get_objects())
+
+
 @pytest.mark.parametrize("options", [{}, {"chunk": 5}])
 def test_nothing_of_a_step_is_left(options):
     """A recompute that held the mapping would hold the graph that it is a part of."""
@@ -48,8 +51,9 @@ def test_nothing_of_a_step_is_left(options):
         gc.collect()
         gc.disable()
         try:
+            before = with_graphs()
             step(model, SAMPLE)
-            assert not [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+            assert with_graphs() == before
         finally:
             gc.enable()
 

@@ -86,7 +86,7 @@ def test_heads_whose_numbers_do_not_lie_side_by_side():
     """As after a convolution, which has tokens last."""
     tensors = [randn(1, 2, 8, 8, seed=i, dtype=torch.float64) for i in range(4)]
     strided = [t.mT.contiguous().mT for t in tensors]
-    want, got = (attend(BACKENDS["sdpa"], each, Rule(0.3), 8) for each in (tensors, strided))
+    want, got = (attend(BACKENDS["cpu"], each, Rule(0.3)) for each in (tensors, strided))
     assert all(torch.equal(a, b) for a, b in zip(got, want))
 
 

@@ -47,7 +47,7 @@ def cpus(run, memory=None):
 def test_real_ranks_took_what_is_predicted(path):
     """The ablation's committed results, under ZeRO-3 with the engine's buffers, near the longest lengths; and runs on
     1, 2 and 4 ranks, so small that these buffers are up to half of what they take. Where weights are gathered ahead,
-    how many of them wait in two places at the peak is known to a tenth."""
+    the bucket is reduced at the peak, and how full it is then is not known."""
     found = results.read_result(path)
     ahead = found["row"].startswith(("few-weights", "many-layers"))
     run, metrics = RunConfig.from_dict(found["config"]), found["metrics"]
@@ -56,7 +56,7 @@ def test_real_ranks_took_what_is_predicted(path):
     for seq_len, measured in [*lengths, (last, max(metrics["device_peak_bytes"]))]:
         if seq_len >= 0.9 * last:
             predicted = foretell(run, cpus(run), seq_len)[1]
-            assert predicted.device_peak == pytest.approx(measured, rel=0.1 if ahead else 0.025), seq_len
+            assert predicted.device_peak == pytest.approx(measured, rel=0.03 if ahead else 0.025), seq_len
     exact = 0.001 if path in REAL else 0.02
     assert predicted.host_peak == pytest.approx(max(metrics["host_peak_bytes"]), rel=exact)
 

@@ -3,6 +3,7 @@
 import subprocess
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import mistakes
 import pytest
@@ -11,7 +12,7 @@ import torch
 from cases import ROOT
 from exactness import flash, page, reproduce, stacks
 from exactness.cases import CASES
-from exactness.judge import verdict
+from exactness.judge import first, verdict
 from exactness.ranks import Processes
 from setuptools import find_namespace_packages
 
@@ -108,7 +109,8 @@ def test_each_stack_was_judged_with_the_versions_that_are_pinned_beside_it():
     cells = page.read(referee.RESULT)["cells"]
     assert set(cells) == set(stacks.known())
     for name in stacks.known():
-        pinned, wanted = pinned_by(name), {*stacks.load(name).requires} - {"torch", "transformers"}
+        pinned = pinned_by(name)
+        wanted = {*stacks.load(name).requires} - ({"torch", "transformers"} - pinned.keys())
         assert wanted <= pinned.keys(), name
         for cell in cells[name].values():
             assert {n: v for n, v in cell["versions"].items() if n in wanted} == {n: pinned[n] for n in wanted}, name
@@ -135,6 +137,23 @@ def test_a_reproducer_shows_what_is_wrong_and_nothing_else(stack, case, shown, t
     found, words = referee.reproduced(Processes(), stack, case, tmp_path)
     assert found == shown, words
     assert "norm" in words
+
+
+def test_a_loss_that_is_no_number_is_shown():
+    printed = {1: {"loss": [2.0, 3.0]}, 2: {"loss": [2.0, float("nan")]}}
+    script = SimpleNamespace(script=lambda path, ranks, stand_in: [printed[ranks]])
+    assert referee.reproduced(script, "deepspeed", "even", Path()) == (True, "loss nan or missing")
+
+
+@pytest.mark.parametrize("dtype, factor, named", [
+    (torch.float32, 1.01, True), (torch.bfloat16, 1.01, False), (torch.bfloat16, 1.1, True),
+])  # fmt: skip
+def test_rounding_in_bf16_is_no_first_difference(dtype, factor, named):
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
+    want, got = ({"the output of embed": [x], "the output of norm": [x * by]} for by in (1, factor))
+    more = {"value_gradients": {}, "gradients": {}}
+    found = first([{"values": got, **more}], {"values": want, **more})["first"]
+    assert (found == "the output of norm") == named
 
 
 def test_of_a_model(capsys):

@@ -17,7 +17,7 @@ EXACT = [
 ]  # fmt: skip
 REFUSED = {
     "bart": "numbers its tokens by itself", "bloom": "computes attention by itself", "doge": "makes an attention mask",
-    "inkling_text": "adds a position_bias",
+    "inkling_text": "adds a position_bias", "deepseek_v4": "keys that are pooled",
     "recurrent_gemma": "mixes tokens by linear_attention",
     "rwkv": "(RwkvBlock) mixes tokens in another way than attention and the states that are known",
     "xlstm": "(xLSTMBlock) mixes tokens in another way than attention and the states that are known",

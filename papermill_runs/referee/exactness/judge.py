@@ -28,7 +28,7 @@ def errors(got: Found, want: Found) -> dict[str, float]:
     for name, title in NUMBERS.items():
         mine, theirs = got.get(name) or [], want.get(name) or []
         if theirs and None not in mine:
-            found[title] = max((_apart(a, b) for a, b in zip(mine, theirs)), default=math.inf)
+            found[title] = max((apart(a, b) for a, b in zip(mine, theirs)), default=math.inf)
             found[title] = found[title] if len(mine) == len(theirs) else math.inf
     if want["gradients"]:
         found["gradient"] = max(gradient_errors(got, want).values())
@@ -39,7 +39,8 @@ def errors(got: Found, want: Found) -> dict[str, float]:
     return {name: math.inf if math.isnan(error) else error for name, error in found.items()}
 
 
-def _apart(got: float, want: float) -> float:
+def apart(got: float, want: float) -> float:
+    """The relative error; infinite if there is no number."""
     return math.inf if math.isnan(got) else abs(got - want) / max(abs(want), 1e-9)
 
 
@@ -88,7 +89,7 @@ def first(ranks: Sequence[Found], want: Found) -> dict[str, str]:
     seen = _Slices(ranks, want)
     for name in want["values"]:
         pair = seen.pair("values", name)
-        if pair and _error(*pair) > 10 * EXACT:
+        if pair and _error(*pair) > _rounding(pair[0], 10 * EXACT):
             return {"first": name}
     factor = None
     for name in reversed(want["values"]):
@@ -97,7 +98,7 @@ def first(ranks: Sequence[Found], want: Found) -> dict[str, str]:
             continue
         before = "the loss: " if factor is None else ""
         factor = _factor(*([t] for t in pair)) if factor is None else factor
-        if not factor or _error(pair[0] / factor, pair[1]) > 100 * EXACT:
+        if not factor or _error(pair[0] / factor, pair[1]) > _rounding(pair[0], 100 * EXACT):
             return {"first": f"{before}the gradient of {name}"}
     wrong = [n for n, e in gradient_errors(ranks[0], want).items() if e > EXACT] if want["gradients"] else []
     if wrong and len(wrong) < len(want["gradients"]):
@@ -105,6 +106,10 @@ def first(ranks: Sequence[Found], want: Found) -> dict[str, str]:
         order = {name: place for place, name in enumerate(done)}
         return {"first": f"the gradient of {last_run((n.removeprefix(PEFT) for n in wrong), order)}"}
     return {"first": "no module: how gradients are summed over ranks or batches, or what is reported"}
+
+
+def _rounding(t: Tensor, in_fp32: float) -> float:
+    return 0.05 if t.dtype == torch.bfloat16 else in_fp32
 
 
 def _error(got: Tensor | None, want: Tensor) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,7 @@ def said(cell: dict[str, Any]) -> str:
 
 def percent(error: float) -> str:
     """An error in words."""
-    return f"{error:.0e}" if error < 1e-3 else f"{error:.1%}"
+    return "nan or missing" if math.isinf(error) else f"{error:.0e}" if error < 1e-3 else f"{error:.1%}"
 
 
 def write(folder: Path, result: Result) -> None:

@@ -10,12 +10,13 @@ from .cases import CASES, EAGER, MODELS, WIDTHS, Case
 
 DATA = {
     "even": "",
+    "uneven": "ids, positions, labels = ids[:, :12], positions[:12], labels[:, :12]\n",
     "prompts": "for i, y in enumerate(labels): y[: 1 + 5 * i % 36] = -100\n",
     "first_half": "labels[:, 20:] = -100\n",
     "some_without": "labels[0] = -100\n",
     "packed": "labels[:, [0, 9, 33]] = -100\n",
 }
-"""What has no label."""
+"""What has no label; or the length of the first sample."""
 POSITIONS = {"packed": "torch.cat([torch.arange(n) for n in (9, 24, 7)])"}
 HEAD = '''"""{title}: {stack} against plain transformers.
 Run: {run}. {said}"""
@@ -163,6 +164,8 @@ STAND_IN = ("accelerate-cp", "trl-cp")
 """Those that run on CPUs over `ring.stand_in` only."""
 CAUSAL = ("verl", "ms-swift")
 """Those whose stand-in for FlashAttention knows one causal document only."""
+ANY_LENGTH = (*CAUSAL, "axolotl")
+"""Those that cut samples of any length."""
 ON_GPUS = "python FILE, on two GPUs (on CPUs PyTorch's ring has no attention operators)"
 
 
@@ -200,6 +203,8 @@ def script(stack: str, case: Case, said: str) -> str:
 def writable(stack: str, case: Case, cell: dict[str, Any]) -> bool:
     """Whether the templates can say the case."""
     if cell["result"] != "wrong" or stack not in TEMPLATES or case.data not in DATA or case.resume:
+        return False
+    if case.data == "uneven" and stack not in ANY_LENGTH:
         return False
     masked = case.data == "packed" or "sliding_window" in MODELS[case.model]
     return TRAIN in TEMPLATES[stack] or not (case.only_under_trainer or (masked and stack in CAUSAL))
