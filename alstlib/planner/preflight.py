@@ -44,7 +44,7 @@ def foretell(run: RunConfig, machine: Machine, seq_len: int | None = None) -> tu
     return shape, predict(shape, run, machine, seq_len or max(run.data.seq_len, run.engine.sp))
 
 
-def _patience(run: RunConfig, machine: Machine) -> AbstractContextManager[None]:
+def _patience(run: RunConfig, machine: Machine) -> AbstractContextManager[Any]:
     """What is not known is simulated, unless the run is so small that it is not worth the wait: it is on a CPU, and its
     hidden states are less than `SMALL` of the memory."""
     limits = [has for has in (machine.gpu_memory, machine.host_memory) if has is not None]
