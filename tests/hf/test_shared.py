@@ -1,5 +1,6 @@
 """Layers that leave keys and values for each other (Gemma 3n): gradients reach the layer that made them."""
 
+import functools
 import gc
 
 import pytest
@@ -63,6 +64,7 @@ def test_what_is_shared_and_no_keys_is_not_cut(monkeypatch):
     layer = model.model.layers[0]
     original = layer.forward
 
+    @functools.wraps(original)
     def forward(hidden_states, *args, shared_kv_states, **kwargs):
         shared_kv_states["more"] = hidden_states[0]
         return original(hidden_states, *args, shared_kv_states=shared_kv_states, **kwargs)
