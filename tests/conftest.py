@@ -60,6 +60,11 @@ def forget_groups():
 def _serve(rank, world, port, tasks, results, backend):
     import torch.distributed as dist
 
+    assert "preloaded" in sys.modules, "the server that forks ranks could not import tests/preloaded.py"
+    if own := os.environ.pop("OWN_PYTHONPATH"):  # the server's would show this folder to what a rank starts
+        os.environ["PYTHONPATH"] = own
+    else:
+        del os.environ["PYTHONPATH"]
     faulthandler.enable()
     torch.set_num_threads(1)
     os.environ.update(
@@ -96,7 +101,8 @@ class RankPool:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["preloaded"])
         # Python 3.11 does not tell the server where this folder is, and what it does not find it passes over
-        with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+        paths = {"PYTHONPATH": os.pathsep.join(sys.path), "OWN_PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+        with mock.patch.dict(os.environ, paths):
             forkserver.ensure_running()
         self.results = context.Queue()
         self.tasks = [context.Queue() for _ in range(self.world)]

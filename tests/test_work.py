@@ -1,22 +1,20 @@
 """The copies of notebooks that `make lab` opens (notebooks/work.py)."""
 
-import importlib.util
 import json
 
 import pytest
+import work
 from test_repository import ROOT, repository_files
 
 
 @pytest.fixture
-def work(tmp_path):
-    """The module, a folder of notebooks and the folder of their copies."""
-    spec = importlib.util.spec_from_file_location("work_copies", ROOT / "notebooks" / "work.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+def folders(tmp_path):
+    """A folder of notebooks and the folder of their copies."""
     (tmp_path / "notebooks" / "checks").mkdir(parents=True)
     (tmp_path / "notebooks" / "checks" / "__init__.py").write_text("old")
     write(tmp_path / "notebooks" / "01_a.ipynb", "x = 1")
-    return module, tmp_path / "notebooks", tmp_path / "work"
+    assert work.refresh(tmp_path / "notebooks", tmp_path / "work") == []
+    return tmp_path / "notebooks", tmp_path / "work"
 
 
 def write(path, *sources, outputs=()):
@@ -28,52 +26,61 @@ def sources(path):
     return ["".join(cell["source"]) for cell in json.loads(path.read_text())["cells"]]
 
 
-def test_a_lesson_that_was_run_keeps_its_outputs_until_a_newer_one_comes(work):
-    module, notebooks, copies = work
-    assert module.refresh(notebooks, copies) == []
+def test_a_lesson_that_was_run_keeps_its_outputs_until_its_cells_change(folders):
+    notebooks, copies = folders
     write(copies / "01_a.ipynb", "x = 1", outputs=["of the reader"])
-    (notebooks / "checks" / "__init__.py").write_text("newer")
-    assert module.refresh(notebooks, copies) == []
+    write(notebooks / "01_a.ipynb", "x = 1", outputs=["measured anew"])
+    assert work.refresh(*folders) == []
     assert "of the reader" in (copies / "01_a.ipynb").read_text()
-    assert (copies / "checks" / "__init__.py").read_text() == "newer"
     write(notebooks / "01_a.ipynb", "x = 2")
-    assert module.refresh(notebooks, copies) == []
+    (said,) = work.refresh(*folders)
+    assert "was replaced" in said
     assert sources(copies / "01_a.ipynb") == ["x = 2"]
 
 
-def test_a_newer_lesson_is_put_beside_an_edited_one_once(work):
-    module, notebooks, copies = work
-    module.refresh(notebooks, copies)
-    write(copies / "01_a.ipynb", "x = 'an answer'")
-    assert module.refresh(notebooks, copies) == []
-    write(notebooks / "01_a.ipynb", "x = 2")
-    (said,) = module.refresh(notebooks, copies)
-    assert "new_01_a.ipynb" in said
-    assert sources(copies / "01_a.ipynb") == ["x = 'an answer'"]
-    assert sources(copies / "new_01_a.ipynb") == ["x = 2"]
-    write(copies / "new_01_a.ipynb", "x = 'another'")
-    assert module.refresh(notebooks, copies) == []  # it is known
-    assert sources(copies / "new_01_a.ipynb") == ["x = 'another'"]
-    write(notebooks / "01_a.ipynb", "x = 3")
-    assert len(module.refresh(notebooks, copies)) == 1
-    assert sources(copies / "new_01_a.ipynb") == ["x = 'another'"]
-    assert sources(copies / "new_new_01_a.ipynb") == ["x = 3"]
+def test_a_copy_that_was_not_run_gets_newer_outputs(folders):
+    notebooks, copies = folders
+    write(notebooks / "01_a.ipynb", "x = 1", outputs=["measured anew"])
+    (notebooks / "checks" / "__init__.py").write_text("newer")
+    assert work.refresh(*folders) == []
+    assert "measured anew" in (copies / "01_a.ipynb").read_text()
+    assert (copies / "checks" / "__init__.py").read_text() == "newer"
 
 
-def test_a_copy_that_is_no_notebook_any_more_is_kept(work):
-    module, notebooks, copies = work
-    module.refresh(notebooks, copies)
+@pytest.mark.parametrize("name", ["01_a.ipynb", "tiny.py"])
+def test_a_newer_file_is_put_beside_an_edited_one_once(folders, name):
+    notebooks, copies = folders
+    for number, folder in enumerate([notebooks, copies]):
+        write(folder / name, f"x = {number}")
+        if not number:
+            work.refresh(*folders)
+    assert work.refresh(*folders) == []
+    write(notebooks / name, "x = 2")
+    (said,) = work.refresh(*folders)
+    assert f"new_{name}" in said
+    assert sources(copies / name) == ["x = 1"]
+    assert sources(copies / f"new_{name}") == ["x = 2"]
+    write(copies / f"new_{name}", "x = 'another'")
+    assert work.refresh(*folders) == []  # it is known
+    write(notebooks / name, "x = 3")
+    assert len(work.refresh(*folders)) == 1
+    assert sources(copies / f"new_{name}") == ["x = 'another'"]
+    assert sources(copies / f"new_new_{name}") == ["x = 3"]
+
+
+def test_a_lost_record_loses_no_edit(folders):
+    notebooks, copies = folders
+    (copies / work.RECORD).write_text('{"01_a')
     (copies / "01_a.ipynb").write_text("half a fi")
     write(notebooks / "01_a.ipynb", "x = 2")
-    assert len(module.refresh(notebooks, copies)) == 1
+    assert len(work.refresh(*folders)) == 1
     assert (copies / "01_a.ipynb").read_text() == "half a fi"
 
 
-def test_all_lessons_are_copied_with_what_they_import(work):
-    module, _, copies = work
-    module.refresh(work=copies)
+def test_all_lessons_are_copied_with_what_they_import(tmp_path):
+    work.refresh(work=tmp_path)
     known = {p.relative_to(ROOT / "notebooks") for p in repository_files() if ROOT / "notebooks" in p.parents}
-    lost = {p for p in known if not (copies / p).exists()}
+    lost = {p for p in known if not (tmp_path / p).exists()}
     assert {p.parts[0] for p in lost} == {"lessons.py", "work.py", "site"}
 
 

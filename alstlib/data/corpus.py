@@ -125,7 +125,9 @@ def _beside(file: str, names: Any) -> Any:
     """Names of images, which are relative to the file that has them, from anywhere."""
     if isinstance(names, list):
         return [_beside(file, name) for name in names]
-    return str(Path(file).absolute().parent / Path(names).expanduser()) if isinstance(names, str) else names
+    if not isinstance(names, str) or not names or "://" in names:
+        return names
+    return str(Path(file).absolute().parent / Path(names).expanduser())
 
 
 def _by_lines(files: Sequence[Path]) -> Any:

@@ -27,8 +27,8 @@ def have_images(rows: Any) -> bool:
     return bool(columns) and any(any(row.values()) for row in rows.select_columns(columns))
 
 
-def get_processor(name: str, trust: bool = False) -> Any:
-    """The processor of a model that reads images, by the model's name or folder.
+def get_processor(name: str, trust: bool = False, field: str = "model") -> Any:
+    """The processor of a model that reads images, by the name or folder that a `field` of the run has.
 
     Raises:
         ValueError: the model has none, or it cannot be loaded.
@@ -38,17 +38,17 @@ def get_processor(name: str, trust: bool = False) -> Any:
     try:
         made: Any = AutoProcessor.from_pretrained(name, trust_remote_code=trust)
     except Exception as error:
-        raise ValueError(f"the data have images, but model='{name}' has no processor to load: {error}") from error
+        raise ValueError(f"the data have images, but {field}='{name}' has no processor to load: {error}") from error
     if not hasattr(made, "image_processor"):
-        raise ValueError(f"the data have images, but model='{name}' has no processor of images: take one that has")
+        raise ValueError(f"the data have images, but {field}='{name}' has no processor of images: take one that has")
     return made
 
 
 class ImageRows:
     """Makes batches of rows with canonical columns, as the `data_collator` of a Trainer.
 
-    Each has int64 input_ids, labels and attention_mask [B, S], padded on the right, and the fields that the processor
-    makes of images. Labels are on what the assistant says; a placeholder of a feature has none.
+    A batch has int64 input_ids, labels and attention_mask [B, S], padded on the right, and the fields that the
+    processor makes of images. Labels are on what the assistant says; a placeholder of a feature has none.
 
     Args:
         processor: that of the model, with a chat template.
@@ -102,8 +102,11 @@ class ImageRows:
 
 
 def _in_parts(messages: Iterable[Mapping[str, Any]], images: int) -> list[dict[str, Any]]:
-    """Messages whose contents are lists of parts, as processors take them; images that have no place yet come first in
-    the first message of the user that is a text."""
+    """Messages whose contents are lists of parts, as processors take them. Where no message has a place for an image,
+    all images come first in the first message of the user that is a text."""
+    messages = list(messages)
+    parts = [part for message in messages for part in message.get("content") or [] if isinstance(part, Mapping)]
+    images = 0 if any(part.get("type") == "image" for part in parts) else images
     made: list[dict[str, Any]] = []
     for message in messages:
         content = message.get("content") or []
@@ -114,8 +117,6 @@ def _in_parts(messages: Iterable[Mapping[str, Any]], images: int) -> list[dict[s
             content = [*content, *text]
         else:  # a reader of tables fills up the fields that other parts have
             content = [{name: value for name, value in part.items() if value is not None} for part in content]
-            if any(part.get("type") == "image" for part in content):
-                images = 0
         made.append({**message, "content": content})
     return made
 
@@ -149,12 +150,13 @@ def _opened(given: Any) -> Any:
     from PIL import Image, ImageOps
 
     if isinstance(given, Mapping):  # as `datasets` keeps them
-        given = io.BytesIO(given["bytes"]) if given.get("bytes") else given.get("path")
+        given = given.get("bytes") or given.get("path")
     path = Path(given).expanduser() if isinstance(given, str) else None
     if path is not None and not path.is_file():
         raise ValueError(f"its image '{path}' does not exist; {nearest_path(path)}")
     try:
-        image = given if isinstance(given, Image.Image) else Image.open(path or given)
+        file = io.BytesIO(given) if isinstance(given, bytes) else path
+        image = given if isinstance(given, Image.Image) else Image.open(file or given)
         return ImageOps.exif_transpose(image).convert("RGB")
     except Exception as error:  # each reader of a format raises its own kinds
-        raise ValueError(f"its image '{path or given}' cannot be read: {error}") from error
+        raise ValueError(f"its image '{path or type(given).__name__}' cannot be read: {error}") from error

@@ -102,8 +102,8 @@ def tokenize_row(row: Mapping[str, Any], tokenizer: Any) -> Document:
     """
     if any(row.get(name) for name in IMAGES):
         raise ValueError(
-            "the row has images, which this worker does not give to the model: train with `alst finetune`, or drop the "
-            "column"
+            "the row has images, which are only read by `alst finetune`, where the training data have images too: drop "
+            "the column elsewhere"
         )
     if format_of(row) == "input_ids":
         ids, labels = row["input_ids"], row.get("labels")
@@ -129,13 +129,15 @@ class Account:
     """Reads rows as documents, and counts those that train nothing.
 
     Args:
-        tokenizer: a tokenizer; or `ImageRows`, where rows may have images.
+        read: makes a row a document, as `tokenize_row` does.
         of: how the data are called in messages, with a space before it.
         limit: the number of tokens of a row that are trained on; None: all.
     """
 
-    def __init__(self, tokenizer: Any, of: str = "", limit: int | None = None) -> None:
-        self.tokenizer, self.of, self.limit = tokenizer, of, limit
+    def __init__(
+        self, read: Callable[[Mapping[str, Any]], Document], of: str = "", limit: int | None = None
+    ) -> None:  # fmt: skip
+        self.read, self.of, self.limit = read, of, limit
         self.rows = 0
         self.useless: list[tuple[int, str]] = []
         """Numbers of the rows that train nothing, counted from 1, and their formats."""
@@ -146,9 +148,9 @@ class Account:
         Raises:
             ValueError: a row that cannot be read; it says which.
         """
-        kind, read = format_of(row) or "none of the known formats", getattr(self.tokenizer, "document", None)
+        kind = format_of(row) or "none of the known formats"
         try:
-            document = read(row) if read else tokenize_row(row, self.tokenizer)
+            document = self.read(row)
         except Exception as e:  # a chat template raises what it likes
             raise ValueError(f"data{self.of or ' of the corpus'}, row {number + 1}, read as {kind}: {e}") from e
         self.rows += 1
@@ -266,12 +268,12 @@ class Samples(Dataset):
         """Number of tokens that all passes have read so far."""
         self.in_one_pass = 0
         """Number of tokens of a whole pass; 0 during the first."""
-        self.account = Account(self.tokenizer)
+        self.account = Account(self.read)
         """Account of the rows that the first pass has read."""
         self._tell: Callable[[int], None] = lambda tokens: None
         self._made: list[list[Document]] = []
         self._source = (_pack if self.packed else _one_text)(self._documents(), self.seq_len)
-        first = Account(self.tokenizer)
+        first = Account(self.read)
         if not any(first.trains(first(row, number)) for number, row in enumerate(self.corpus)):
             first.refuse_useless()
         self._make(1 if self.limit else None)  # an unusable corpus is told at once
@@ -280,9 +282,12 @@ class Samples(Dataset):
         # a worker process makes the samples again, for a generator cannot be sent to it
         return Samples, (self.corpus, self.tokenizer, self.seq_len, self.packed, self.seed, self.limit)
 
+    def read(self, row: Mapping[str, Any]) -> Document:
+        return tokenize_row(row, self.tokenizer)
+
     def _documents(self) -> Iterator[Document]:
         while self.limit or not self.passes:
-            account = Account(self.tokenizer) if self.passes else self.account
+            account = Account(self.read) if self.passes else self.account
             order = np.random.default_rng([self.seed, self.passes]).permutation(len(self.corpus))
             self.passes += 1
             for number in order.tolist():

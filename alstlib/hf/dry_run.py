@@ -101,7 +101,7 @@ def dry_run(model: PreTrainedModel, layers: Sequence[nn.Module]) -> tuple[list[L
         except Exception:
             if not logits:
                 raise
-    if masks == {_WITH_WINDOW}:
+    if masks == {MASK_WITH_WINDOW}:
         for call in calls:
             call.attention = [_with_window(a, config.sliding_window) for a in call.attention]
     outermost = model.get_output_embeddings() in model._modules.values()
@@ -188,7 +188,8 @@ def _standing_in(model: Any, layers: Sequence[nn.Module], calls: list[LayerCall]
         AttentionInterface._global_mapping.pop(name, None)
 
 
-_WITH_WINDOW = "create_sliding_window_causal_mask"
+MASK_WITH_WINDOW = "create_sliding_window_causal_mask"
+"""The function of transformers by which a model makes a mask with a window."""
 
 
 @contextlib.contextmanager
@@ -204,8 +205,8 @@ def _masks_made(model: nn.Module) -> Iterator[set[str]]:
         return make
 
     with contextlib.ExitStack() as patched:
-        for file in {sys.modules[type(m).__module__] for m in model.modules()}:
-            for name in {_WITH_WINDOW, "create_causal_mask"} & vars(file).keys():
+        for file in {sys.modules[kind.__module__] for m in model.modules() for kind in type(m).__mro__}:
+            for name in {MASK_WITH_WINDOW, "create_causal_mask"} & vars(file).keys():
                 patched.enter_context(mock.patch.object(file, name, noting(name, getattr(file, name))))
         yield made
 

@@ -254,7 +254,8 @@ def _check_chunks(handle: Handle) -> None:
 
 
 def tokens_first(x: Tensor, facts: Facts) -> Tensor:
-    """Hidden states [B, L, E] or [B, L, A, E], of those of a layer: [A, B, L, E] where it has A of each token."""
+    """A layer's hidden states with their tokens in dimension 1: [A, B, L, E], where it has A of each token, becomes
+    [B, L, A, E]; [B, L, E] stays."""
     return x if facts.tokens_at == 1 else x.movedim(0, facts.tokens_at)
 
 
@@ -275,8 +276,13 @@ def _token_dimension(value: Any, tokens: int, layer: nn.Module) -> int | None:
     Raises:
         ValueError: an argument that a chunk cannot be cut out of.
     """
-    if not isinstance(value, Tensor) or value.ndim == 0:
+    if not isinstance(value, Tensor) or (value.ndim == 0 and not value.requires_grad):
         return None
+    if value.requires_grad and value.ndim < 2:
+        raise ValueError(
+            f"{type(layer).__name__} takes an input {list(value.shape)} with a gradient, which has no dimension of "
+            "tokens to be cut into chunks; use chunk=None"
+        )
     at = 0 if value.ndim == 1 else 1
     if value.ndim == 3 and value.shape[2] == tokens != value.shape[1] and not value.is_floating_point():
         return 2  # positions of several dimensions, [3, B, L]

@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from alstlib.base.mesh import ATTACHED
 from alstlib.hf.by_position import CHUNKED, attention_chunk, scales_by_position
-from alstlib.hf.dry_run import ROWS, Keys, LayerCall, dry_run
+from alstlib.hf.dry_run import MASK_WITH_WINDOW, ROWS, Keys, LayerCall, dry_run
 from alstlib.hf.indexed import INDEXED, WHY_WHOLE, has_indexer
 from alstlib.kernels.backends import choose_backend, of_user
 from alstlib.linear.adapter import plain_forward
@@ -297,7 +297,7 @@ def check_attention(module: nn.Module, mask: Any, dropout: float, kwargs: dict[s
     config, told = getattr(module, "config", None), kwargs.get("sliding_window")
     kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
     files = {sys.modules[kind.__module__] for kind in type(module).__mro__}
-    makes_masks = any(hasattr(file, "create_sliding_window_causal_mask") for file in files)
+    makes_masks = any(hasattr(file, MASK_WITH_WINDOW) for file in files)
     if told is not None and not makes_masks:
         raise ValueError(
             f"{where} gives its attention the window {told}, but its model makes no mask with a window, so that "

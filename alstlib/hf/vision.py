@@ -96,12 +96,13 @@ def never_trained(handle: Handle) -> set[nn.Parameter]:
     they have no gradient in plain transformers either. Runs the tower on a blank image."""
     if handle.images is None:
         return set()
-    model, ran = handle.model, set[nn.Module]()
+    model, ran, device = handle.model, set[nn.Module](), handle.model.device
+    devices, kind = ([], "cpu") if device.type == "cpu" else ([device], device.type)
     inner: Any = model.base_model
     blank = {n: t.to(model.device, model.dtype if t.is_floating_point() else t.dtype)
              for n, t in handle.images.joined([]).items()}  # fmt: skip
     with (
-        handle.as_its_own(), torch.random.fork_rng(), torch.enable_grad(),
+        handle.as_its_own(), torch.random.fork_rng(devices=devices, device_type=kind), torch.enable_grad(),
         register_module_forward_pre_hook(lambda module, _: ran.add(module)),
     ):  # fmt: skip
         features = features_made(inner.get_image_features(**blank))
@@ -213,8 +214,7 @@ def _checkpointed(handle: Handle, layer: nn.Module, original: Callable[..., Any]
 
 def _travelled(out: Any, plan: FeaturePlan, exchange: Exchange) -> Any:
     """What the tower made, with the features of this rank's slice in the place of those of its images."""
-    features, name = features_made(out), _named(out)
-    made = [out[name], *(getattr(out, "deepstack_features", None) or ())]
+    made, features, name = _made(out), features_made(out), _named(out)
     if len(plan.send) > len(features[0]):
         raise ValueError(
             f"the tower made {len(features[0])} features of images that have {len(plan.send)} placeholders"
@@ -233,8 +233,12 @@ def _named(out: Any) -> str:
 
 def features_made(out: Any) -> list[Tensor]:
     """The features [n, E] of a tower's output, and those of DeepStack."""
-    made = [out[_named(out)], *(getattr(out, "deepstack_features", None) or ())]
-    return [t.flatten(0, -2) if isinstance(t, Tensor) else torch.cat([*t]) for t in made]
+    return [t.flatten(0, -2) if isinstance(t, Tensor) else torch.cat([*t]) for t in _made(out)]
+
+
+def _made(out: Any) -> list[Any]:
+    """A tower's features and those of DeepStack, as its model has made them."""
+    return [out[_named(out)], *(getattr(out, "deepstack_features", None) or ())]
 
 
 def _like(features: Tensor, made: Any) -> Any:

@@ -52,6 +52,8 @@ class Activations:
     """Checkpoints that wait on a disk."""
     disk_short: bool = False
     """Whether a larger disk would take what neither host nor disk has room for."""
+    copied_pages: int = 0
+    """The part of `copied` that is keys and values of the blocks before: it grows with pairs of tokens."""
     blocks: int = 1
     """The number of blocks of the whole model that run one after the other."""
     twice: float = 0.0
@@ -205,14 +207,14 @@ def _by_blocks(
     ahead = 5 / 3 if gpu else 0
     taken = dict(one.device)
     taken["attention"] = taken.get("attention", 0) + (round(page * (1 + ahead)) if kv else pages)
-    copied = one.copied * blocks
+    copied = 0
     if kv:  # keys and values of the blocks before, for a forward, a recompute and a backward, with the sums
         visits = blocks * (blocks - 1) // 2
-        copied += round(shape.attending * page * visits * (2 / 3 + 1))
+        copied = round(shape.attending * page * visits * (2 / 3 + 1))
     host = pages * kv
     return replace(
-        one, device=taken, host=one.host + host, host_needed=one.host_needed + host, copied=copied, blocks=blocks,
-        twice=1.0,
+        one, device=taken, host=one.host + host, host_needed=one.host_needed + host, blocks=blocks,
+        copied=one.copied * blocks + copied, copied_pages=copied, twice=1.0,
     )  # fmt: skip
 
 

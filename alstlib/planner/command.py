@@ -233,9 +233,11 @@ def command(args: argparse.Namespace) -> int:
 
 def tree(request: Request) -> int:
     """The question about trajectories that share prefixes, as a tree and one by one."""
-    args, question = request.args, request.question(request.rates[0], request.gpus or 1)
+    args = request.args
     if args.seq_len or args.preset != "ours":
         raise ValueError("--tree is about a step of this library: leave out --seq-len and --preset")
+    assert request.gpus is not None  # it may only be left out where a length is asked for
+    question = request.question(request.rates[0], request.gpus)
     found, counts = cost(question, args.tree)
     alone, each = cost(question, f"{counts['leaves']}x{found.seq_len}")
     if args.json:

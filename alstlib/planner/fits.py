@@ -164,7 +164,7 @@ def known_only(after: float = 0.0) -> Iterator[list[str]]:
     """Simulate nothing in this block, or nothing `after` so many seconds: what starts a run does not wait for it, a
     rank has other work, and advice must not take long. Gives what was not simulated."""
     missed: list[str] = []
-    token = _UNTIL.set((time.monotonic() + after, missed))
+    token = _UNTIL.set((min(_UNTIL.get()[0], time.monotonic() + after), missed))
     try:
         yield missed
     finally:

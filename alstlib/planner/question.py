@@ -133,10 +133,10 @@ class Question:
             try:
                 other = self.with_changes(changes)
                 best = other.longest()
-            except ValueError:  # options that exclude each other, or that `apply` refuses
+                if best is not None and best.seq_len > 1.01 * (now.seq_len if now else 0):
+                    found.append(Variant(what, changes, other, best, other.at(now.seq_len) if now else best))
+            except ValueError:  # options that exclude each other, that `apply` refuses, or that would take too long
                 continue
-            if best is not None and best.seq_len > 1.01 * (now.seq_len if now else 0):
-                found.append(Variant(what, changes, other, best, other.at(now.seq_len) if now else best))
         return sorted(found, key=lambda one: -one.longest)
 
     def ways(self, seq_len: int | None = None) -> list[Variant]:

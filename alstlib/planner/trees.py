@@ -25,9 +25,11 @@ def cost(question: Question, tree: str) -> tuple[Prediction, dict[str, int]]:
     """
     ranks, levels, leaves, end = question.ranks, list[tuple[int, int, int]](), 1, 0
     for part in tree.split(","):
-        branches, _, own = part.rpartition("x")
-        leaves *= parse_quantity(branches or 1, "tree")
-        levels.append((leaves, end, end := end + parse_quantity(own, "tree")))
+        branches, own = (parse_quantity(n or 1, "tree") for n in part.rpartition("x")[::2])
+        if branches < 1 or own < 1:
+            raise ValueError(f"tree={tree!r}: {part!r} must have a branch and a token at least, such as 8x200K")
+        leaves *= branches
+        levels.append((leaves, end, end := end + own))
     longest = max(end - begin for _, begin, end in levels)
     size = ranks * min(question.run.block or CHUNK, -(-longest // ranks))
     run = question.run.replace(block=size // ranks)
@@ -39,9 +41,10 @@ def cost(question: Question, tree: str) -> tuple[Prediction, dict[str, int]]:
         blocks += count * (full + (rest > 0))
         once = count * (rest or size)  # a leaf's last block runs with a graph at once
     found = replace(question, run=run).at(end)
+    one, pages = found.activations, found.activations.copied_pages
     of = replace(
-        found.activations, attention_share=2 * pairs / tokens**2, blocks=blocks, twice=1 - once / tokens,
-        copied=found.activations.copied * 2 * pairs // end**2,
+        one, attention_share=2 * pairs / tokens**2, blocks=blocks, twice=1 - once / tokens,
+        copied=(one.copied - pages) * tokens // end + pages * 2 * pairs // end**2,
     )  # fmt: skip
     seconds = step_seconds(question.shape, run, question.machine, ranks, tokens, of)
     return replace(found, activations=of, seconds=seconds), {"tokens": tokens, "pairs": pairs, "leaves": leaves}

@@ -30,8 +30,8 @@ def load_papermill() -> Any:
     try:
         return importlib.import_module("papermill")
     finally:
-        if modules["rfc3987_syntax"] is None:
-            del modules["rfc3987_syntax"]
+        if modules.get("rfc3987_syntax") is None:
+            modules.pop("rfc3987_syntax", None)
 
 
 def execute(

@@ -250,8 +250,9 @@ class Stream:
                 self.replays.append(Replay(self.device, self.module))
             with contextlib.nullcontext() if first else self.replays[i](), unchanged(part, self.module):
                 put_part(way, out, piece.tokens, self.run(part, piece, *self.beside_of(piece)))
+            made, piece.left = piece.left, []
             if first:
-                self._leave(piece, x.shape[1])
+                self._leave(piece, made, x.shape[1])
             self.calls = piece.calls.total()
             if first and piece.kept:
                 self.tickets.append(self.store.ticket(part=True))
@@ -264,8 +265,7 @@ class Stream:
         """The chunk's part of the further inputs, on the device."""
         return [t[:, piece.tokens].to(self.device, non_blocking=True) for t in self.beside]
 
-    def _leave(self, piece: LayerChunk, tokens: int) -> None:
-        made, piece.left = piece.left, []
+    def _leave(self, piece: LayerChunk, made: list[Tensor], tokens: int) -> None:
         self.left = self.left or [t.new_empty(t.shape[0], tokens, *t.shape[2:]) for t in made]
         for whole, t in zip(self.left, made):
             whole[:, piece.tokens] = t

@@ -12,6 +12,7 @@ import functools
 import importlib.metadata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -57,12 +58,8 @@ class LogpsMixin(TrainerMixin):
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.trees is None:
             return super().training_step(*args, **kwargs)
-        accelerator: Any = self.accelerator
-        accelerator.backward = lambda *_, **__: None  # it has run inside the loss
-        try:
+        with mock.patch.object(self.accelerator, "backward", return_value=None):  # it has run inside the loss
             return super().training_step(*args, **kwargs)
-        finally:
-            del accelerator.backward
 
     def _tree_loss(
         self, model: nn.Module, known: Mapping[str, Tensor], loss_of: Callable[[TokenLogps], Tensor],
@@ -80,13 +77,15 @@ class LogpsMixin(TrainerMixin):
             return loss / steps
 
         asked: Any = OfStatistics(objective)
-        tree_step(model, trajectories_of(known), self.trees or 1, objective=asked, temperature=temperature)
+        assert self.trees is not None
+        tree_step(model, trajectories_of(known), self.trees, objective=asked, temperature=temperature)
         return losses[0]
 
     def _tree_logps(self, model: nn.Module, known: Mapping[str, Tensor], temperature: float = 1.0) -> Tensor:
         """The log-probabilities [B, S-1] of whole samples, without gradients."""
+        assert self.trees is not None
         with torch.no_grad():
-            found = tree_step(model, trajectories_of(known), self.trees or 1, temperature=temperature)
+            found = tree_step(model, trajectories_of(known), self.trees, temperature=temperature)
         return as_rows(found.logps, known["attention_mask"])
 
     @property

@@ -289,7 +289,9 @@ class TrainerMixin(Base):
             model: Any = self.model
             unused = never_trained(self.handle)
             names = [name for name, p in model.named_parameters() if p in unused]
-            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+            if names:
+                names += getattr(model, "_ddp_params_and_buffers_to_ignore", [])
+                DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
         self.handle.prompts_are_whole()  # no slice ever reaches a callback that generates
 
     def detach(self) -> nn.Module:

@@ -113,6 +113,11 @@ def check_trees(trainer: Any) -> None:
         (trainer.is_deepspeed_enabled, f"trees={trees} with DeepSpeed", f"leave trees out: {why}"),
         (trainer.is_fsdp_enabled, f"trees={trees} with FSDP2", f"leave trees out: {why}"),
         (trainer.args.fp16, f"trees={trees} with fp16", "use bf16: the scaler of losses is not told of blocks"),
+        (
+            getattr(trainer, "loss_is_scaled_for_ga", None) is None,
+            f"trees={trees} with this TRL",
+            "install trl 1.16, whose trainers say whether their losses are divided by the micro-batches",
+        ),
     ]
     _refuse(found, trainer.MIXIN)
 

@@ -400,8 +400,6 @@ RecurrentGemmaConfig: [{}, RecurrentGemmaForCausalLM mixes tokens by linear_atte
 OpenAIGPTConfig: [{n_layer: 1, n_head: 4}, has no decoder layers that transformers can checkpoint]
 # what is seen of them by a dry run
 DogeConfig: [{}, 'layer 0 \(DogeAttention\) makes an attention mask by itself']
-PhimoeConfig: [{sliding_window: 7, num_local_experts: 4, num_experts_per_tok: 2},
-  'layer 0 \(PhimoeAttention\) may slide by config.sliding_window=7, .* set it to None if no']
 OlmoeConfig: [{sliding_window: 7, num_experts: 4, num_experts_per_tok: 2},
   'layer 0 \(OlmoeAttention\) gives its attention the window 7, but .* set config.sliding_window to None']
 BartConfig: [{d_model: 32, decoder_layers: 2, decoder_attention_heads: 4, decoder_ffn_dim: 48, is_decoder: true,

@@ -9,12 +9,13 @@ import types
 import pytest
 import torch
 import zoo
-from cases import attach, check_attached, make_model, same, sample_of
+from cases import attach, check_attached, check_refused, make_model, same, sample_of
 from test_attach import anatomy
 from transformers.modeling_layers import GradientCheckpointingLayer
 from zoo import small
 
 from alstlib.hf.dry_run import dry_run
+from alstlib.hf.support import check_attention
 
 
 def run(model):
@@ -97,6 +98,12 @@ def test_a_window_that_only_the_mask_has(options):
     check_attached(model, sample_of(26), **options)
     model.config.sliding_window = None
     check_attached(model, sample_of(26), **options)
+
+
+def test_a_window_that_only_some_masks_may_have_is_refused():
+    model = small("PhimoeConfig", sliding_window=7, num_local_experts=4, num_experts_per_tok=2)
+    message = r"layer 0 \(PhimoeAttention\) may slide by config.sliding_window=7, .* set it to None if no"
+    check_refused(message, check_attention, model.model.layers[0].self_attn, None, 0.0, {})
 
 
 def test_facts_of_a_layer_are_those_of_the_layer():

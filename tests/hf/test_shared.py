@@ -6,7 +6,7 @@ import gc
 import pytest
 import torch
 import zoo
-from cases import ALL_ON, attach, check_attached, check_refused, check_step, plain_step, sample_of, step
+from cases import ALL_OFF, ALL_ON, attach, check_attached, check_refused, check_step, plain_step, sample_of, step
 
 SAMPLE = sample_of(26)
 INPUT = 2 * 26 * 32 * 4
@@ -22,6 +22,7 @@ def gemma3n():
 
 
 HOW = {
+    "off": ALL_OFF,
     "whole": ALL_ON, "inputs of some": {**ALL_ON, "offload": "sync", "save_attention": False, "host_memory": 3 * INPUT},
     "chunks on the host": {"offload": True, "on_host": "hidden+kv", "chunk": 5},
 }  # fmt: skip

@@ -98,10 +98,10 @@ def test_layers_that_cannot_be_streamed(monkeypatch):
             extra=torch.ones(20, 3, 2),
         )
         check_refused(
-            r"\[1, 20, 2\] that cannot be cut into chunks, or needs a gradient",
+            r"\[20\] with a gradient, which has no dimension of tokens",
             layer,
             torch.randn(1, 20, 32),
-            extra=torch.ones(1, 20, 2, requires_grad=True),
+            extra=torch.ones(20, requires_grad=True),
         )
     monkeypatch.setattr(layer, "forward", lambda hidden_states: hidden_states)
     check_refused(r"layer 1 \(LlamaDecoderLayer\) takes no cache", attach, model, chunk=6)

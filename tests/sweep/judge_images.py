@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import alstlib
 from alstlib.data.shard import shard_batch
-from alstlib.hf.vision import features_made, why_no_images
+from alstlib.hf.vision import why_no_images
 from alstlib.planner.measure import verify
 
 EXACT = {torch.float32: (1e-6, 1e-4), torch.float64: (1e-9, 1e-9)}
@@ -128,7 +128,9 @@ def document(model, layout, parts, seed):
     for i, part in enumerate(parts):
         if part == "image":
             images.append(_image(layout, SIDES[(i + seed) % len(SIDES)], g, model.dtype))
-            rows, *_ = features_made(model.base_model.get_image_features(**layout.joined([images[-1]])))
+            out = model.base_model.get_image_features(**layout.joined([images[-1]]))
+            made = out.last_hidden_state if out.pooler_output is None else out.pooler_output  # Llama 4 has the first
+            rows = made.flatten(0, -2) if isinstance(made, torch.Tensor) else torch.cat([*made])
             ids += [layout.token] * len(rows)
         else:
             ids += torch.randint(4, 80, (part,), generator=g).tolist()

@@ -155,10 +155,12 @@ def test_arguments_that_are_refused(settings, more, message):
         ({"is_deepspeed_enabled": True}, "trees=8 with DeepSpeed cannot be used with GRPOTrainerMixin; leave"),
         ({"is_fsdp_enabled": True}, "trees=8 with FSDP2 cannot be used with GRPOTrainerMixin; leave"),
         ({"args": SimpleNamespace(fp16=True)}, "trees=8 with fp16 cannot be used with GRPOTrainerMixin; use bf16"),
+        ({"loss_is_scaled_for_ga": None}, "trees=8 with this TRL cannot be used .* install trl 1.16"),
     ],
 )
 def test_engines_that_trees_are_refused_with(asked, message):
-    plain = {"is_deepspeed_enabled": False, "is_fsdp_enabled": False, "args": SimpleNamespace(fp16=False)}
+    plain = {"is_deepspeed_enabled": False, "is_fsdp_enabled": False, "args": SimpleNamespace(fp16=False),
+             "loss_is_scaled_for_ga": True}  # fmt: skip
     trainer = SimpleNamespace(**{**plain, "trees": 8, "MIXIN": SPGRPO.MIXIN, **asked})
     check_refused(message, check_trees, trainer)
 

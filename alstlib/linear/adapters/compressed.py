@@ -34,7 +34,7 @@ class CompressedConvolution(Adapter):
                 shapes[:] = [t.shape[2:] for t in made]
                 return torch.cat([t.flatten(2) for t in made], 2).transpose(1, 2)
 
-            x, width = hidden_states.transpose(1, 2), mixer.conv_kernel_size + 1
+            x, width = hidden_states.transpose(1, 2), max(1, mixer.conv_kernel_size) + 1  # the delayed value has one
             out = convolution.run((hidden_states,), functools.partial(causal_convolution, convolve, x, width))
             parts = out.transpose(1, 2).contiguous().split([shape.numel() for shape in shapes], 2)
             return tuple(t.unflatten(2, shape) for t, shape in zip(parts, shapes))

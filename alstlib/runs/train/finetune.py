@@ -16,6 +16,7 @@ last whole one. Those of another configuration are never continued and never rep
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
@@ -39,9 +40,8 @@ from alstlib.base.options import check_names
 from alstlib.base.units import IGNORE
 from alstlib.data.agreement import Agreement
 from alstlib.data.corpus import get_tokenizer, load_corpus
-from alstlib.data.formats import format_of
 from alstlib.data.image_rows import ImageRows, get_processor, have_images
-from alstlib.data.samples import SHOWN, Account
+from alstlib.data.samples import SHOWN, Account, tokenize_row
 from alstlib.hf.loading import load_on_first, place
 from alstlib.hf.models import auto_class, load_model, put_liger
 from alstlib.hf.vision import image_layout, why_no_images
@@ -124,10 +124,12 @@ class FineTune(Training, TrainerCallback):
         self.images: ImageRows | None = None
         """What reads the rows, where some have images."""
         if have_images(self.corpus):
-            name = run.model.name if run.data.tokenizer == "auto" else run.data.tokenizer
-            self.images = ImageRows(get_processor(name, run.model.trust_remote_code))
+            field, name = "data.tokenizer", run.data.tokenizer
+            if name == "auto":
+                field, name = "model", run.model.name
+            self.images = ImageRows(get_processor(name, run.model.trust_remote_code, field))
             self.tokenizer = self.images.processor
-            self.notes += [NOT_PACKED] if run.data.packed else []
+            self.notes += [NOT_PACKED] if run.optim.trainer.get("packing", run.data.packed) else []
         data, others = self._documents()
         # of data that are tokens only the padding token is needed
         self.tokenizer = self.tokenizer or get_tokenizer("stdlib-bpe", vocab_size=min(self.vocabulary, 8192))
@@ -162,7 +164,7 @@ class FineTune(Training, TrainerCallback):
         self.say(f"tokenizing {rows:,} documents{of}")
         pace = Pace(self.say, f"tokenizing '{name}'", rows)
         split = self.run.optim.trainer.get("packing_strategy") in ("bfd_split", "wrapped")
-        account = Account(self.tokenizer, of, None if split else limit)
+        account = Account(lambda row: tokenize_row(row, self.tokenizer), of, None if split else limit)
 
         def tokens(row: Json, number: int) -> Json:
             pace(number + 1)
@@ -211,19 +213,21 @@ class FineTune(Training, TrainerCallback):
         assert self.images is not None
         rows, ranks, limit, of = len(corpus), dist.get_world_size(), self.run.data.seq_len, f" of '{name}'"
         self.say(f"reading {rows:,} rows{of} and their images")
-        pace, account = Pace(self.say, f"reading '{name}'", rows), Account(self.images, of)
+        pace, account = Pace(self.say, f"reading '{name}'", rows), Account(self.images.document, of)
         mine = []
         with Agreement(SPContext.create(), "reading images", {}, waits=True):
             for number in range(self.rank, rows, ranks):
-                document = account(row := corpus[number], number)
+                document = account(corpus[number], number)
                 self.check_tokens(int(document.ids.max(initial=0)))
-                mine.append((number, len(document.ids) if account.trains(document) else 0, format_of(row)))
+                if account.trains(document):
+                    mine.append((number, len(document.ids)))
                 pace(number + 1)
-        read = sorted(row for part in gather_text(json.dumps(mine), self.device) for row in json.loads(part))
-        account.rows, account.useless = rows, [(number + 1, kind) for number, size, kind in read if not size]
-        long = [f"row {number + 1}, of {size:,} tokens" for number, size, _ in read if size > limit]
+        told = [json.loads(part) for part in gather_text(json.dumps([mine, account.useless]), self.device)]
+        read, useless = (sorted(map(tuple, itertools.chain(*parts))) for parts in zip(*told))
+        account.rows, account.useless = rows, useless
+        long = [f"row {number + 1}, of {size:,} tokens" for number, size in read if size > limit]
         self._leave_out(account, rows, long)
-        sizes = {number: size for number, size, _ in read if 0 < size <= limit}
+        sizes = {number: size for number, size in read if size <= limit}
         self.longest = max(self.longest, *sizes.values())
         return corpus.select([*sizes])
 
