@@ -86,8 +86,9 @@ def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) ->
 
 
 def _cpu_backward(dout: Tensor, kept: Attended, scale: float, causal: bool) -> tuple[Tensor, ...]:
-    tensors = _in_line(dout, *kept)
-    return aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, 0.0, causal, scale=scale)
+    *tensors, lse = kept
+    heads = _in_line(dout, *tensors)  # the logsumexp is read by its strides
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(*heads, lse, 0.0, causal, scale=scale)
 
 
 def _in_line(*tensors: Tensor) -> list[Tensor]:

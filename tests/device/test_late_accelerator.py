@@ -347,7 +347,7 @@ def drawn(rank, world, limit):
     here.reset_peak_memory_stats()
     before = here.memory_allocated()
     module.limit(limit)
-    made = loading._whole(RunConfig(model={"name": "tiny"}), torch.float32, module.device())
+    made = loading._whole(RunConfig(model={"name": "tiny"}), torch.float32, module.device(), images=False)
     module.limit(1.0)
     taken = here.max_memory_allocated() - before
     assert {p.device.type for p in made.parameters()} == {"cpu"}

@@ -384,7 +384,7 @@ NO_PICTURES = """
 {data.seq_len: 5} -> give a longer data.seq_len, or smaller images
 {model.name: text} -> has no processor to load
 {model.name: gemma} -> Gemma3ForConditionalGeneration (gemma3) cannot read images under sequence parallelism
-{data.name: lost} -> row 2, read as messages: its image
+{data.name: lost} -> 'row 2, read as messages: its image'
 """
 """Fields, names of folders among them, and what is said of them."""
 

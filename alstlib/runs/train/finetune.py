@@ -111,6 +111,8 @@ class FineTune(Training, TrainerCallback):
 
     longest = 0
     """Tokens of the longest document, as it is trained on."""
+    images: ImageRows | None = None
+    """What reads the rows, where some have images."""
 
     def __init__(self, run: RunConfig, out: Path) -> None:
         super().__init__(run, out)
@@ -121,8 +123,6 @@ class FineTune(Training, TrainerCallback):
             self.notes.append(ON_CPU)
             if self.bf16:
                 raise ValueError("dtype='bf16' needs a GPU: on a CPU fine-tuning is in fp32 (dtype='auto')")
-        self.images: ImageRows | None = None
-        """What reads the rows, where some have images."""
         if have_images(self.corpus):
             field, name = "data.tokenizer", run.data.tokenizer
             if name == "auto":
