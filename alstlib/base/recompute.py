@@ -22,6 +22,12 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from alstlib.base.mesh import accelerator
 
 
+def own_random(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """What is drawn inside, on the CPU and on `device`, changes no random numbers outside."""
+    devices, kind = ([], "cpu") if device.type == "cpu" else ([device], device.type)
+    return torch.random.fork_rng(devices=devices, device_type=kind)
+
+
 class Replay:
     """Random state, autocast and modes of a first pass, so that recomputing it draws the same dropout masks and dtypes.
 
@@ -56,9 +62,9 @@ class Replay:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        devices, kind = ([], "cpu") if self.device_state is None else ([self.device], self.device.type)
+        device = torch.device("cpu") if self.device_state is None else self.device
         switched = [(m, mode) for m, mode in self.modes if m.training != mode]
-        with torch.random.fork_rng(devices=devices, device_type=kind), torch.autocast(*self.autocast):
+        with own_random(device), torch.autocast(*self.autocast):
             torch.set_rng_state(self.cpu_state)
             if self.device_state is not None:
                 self.here.set_rng_state(self.device_state, self.device)

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from alstlib.base.recompute import first_order
+from alstlib.base.recompute import first_order, own_random
 from alstlib.data.images import DEALT, IMAGE_KEYS, DealtImages, FeaturePlan, Fields, ImageLayout
 from alstlib.hf.handle import Handle
 from alstlib.hf.pass_state import PassState, StepInputs
@@ -96,13 +96,12 @@ def never_trained(handle: Handle) -> set[nn.Parameter]:
     they have no gradient in plain transformers either. Runs the tower on a blank image."""
     if handle.images is None:
         return set()
-    model, ran, device = handle.model, set[nn.Module](), handle.model.device
-    devices, kind = ([], "cpu") if device.type == "cpu" else ([device], device.type)
+    model, ran = handle.model, set[nn.Module]()
     inner: Any = model.base_model
     blank = {n: t.to(model.device, model.dtype if t.is_floating_point() else t.dtype)
              for n, t in handle.images.joined([]).items()}  # fmt: skip
     with (
-        handle.as_its_own(), torch.random.fork_rng(devices=devices, device_type=kind), torch.enable_grad(),
+        handle.as_its_own(), own_random(model.device), torch.enable_grad(),
         register_module_forward_pre_hook(lambda module, _: ran.add(module)),
     ):  # fmt: skip
         features = features_made(inner.get_image_features(**blank))

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from alstlib.base.recompute import own_random
 from alstlib.base.units import IGNORE
 from alstlib.hf.token_logps import TokenLogps, token_logps
 from alstlib.trainers.logps_trainer import LogpsMixin, whole_samples
@@ -111,8 +112,7 @@ class GRPOTrainerMixin(LogpsMixin):
                 f"evaluation that fill whole batches, or num_generations_eval divisible by {ctx.sp}"
             )
         seed = int(torch.randint(2**62, ())) + ctx.rank
-        devices, kind = ([], "cpu") if device.type == "cpu" else ([device], device.type)
-        with torch.random.fork_rng(devices=devices, device_type=kind):
+        with own_random(device):
             torch.manual_seed(seed)  # ranks generate different completions of a prompt
             self._generating = True
             try:

@@ -135,16 +135,16 @@ def test_all_ranks_see_the_same_pages(ranks2, name, documents):
     ids=["batch", "documents"],
 )
 def test_a_budget_that_covers_all_pages_is_dense_attention(name, kind):
-    """With the pages that streaming chooses by itself: the loss bit for bit, in fp32, and gradients up to rounding, for
-    which differ by 3e-7 on an AMD EPYC without AVX-512, and by nothing on the machines before it.
-    """
+    """Bit for bit, in fp32, with the pages that streaming chooses by itself. PyTorch's AVX2 kernels round gradients by
+    how rows lie in memory (3e-7; with ATEN_CPU_CAPABILITY=default, bit for bit there too)."""
+    rounding = 1e-6 if torch.backends.cpu.get_cpu_capability() == "AVX2" else 0.0
     sample, found = batch(LENGTH, **kind), []
     for sparse in (None, Sparse(top=9), Sparse(top=0, first=9)):
         model = zoo.build(name)
         with small_pages(), attach(model, sparse, **HOST):
             found.append(step(model, sample))
         assert found[-1][0] == found[0][0]
-        assert max(relative_error(found[-1][1][n], g) for n, g in found[0][1].items()) < 1e-6
+        assert max(relative_error(found[-1][1][n], g) for n, g in found[0][1].items()) <= rounding
 
 
 def test_pages_that_no_head_chose_are_not_fetched(monkeypatch):
