@@ -86,11 +86,11 @@ def _varlen_backward(  # noqa: PLR0913
     """In place of FlashAttention's `_flash_attn_varlen_backward`, which writes the gradients into dq, dk and dv."""
     window = window_size_left, window_size_right
     with torch.enable_grad():
-        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
         made = flash_attn_varlen_func(
-            *leaves, cu_seqlens_q, cu_seqlens_k, 0, 0, dropout_p, softmax_scale, causal, window, softcap
+            q, k, v, cu_seqlens_q, cu_seqlens_k, 0, 0, dropout_p, softmax_scale, causal, window, softcap
         )
-        for kept, grad in zip((dq, dk, dv), torch.autograd.grad(made, leaves, dout)):
+        for kept, grad in zip((dq, dk, dv), torch.autograd.grad(made, (q, k, v), dout)):
             kept.copy_(grad)
 
 

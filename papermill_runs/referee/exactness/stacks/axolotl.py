@@ -46,7 +46,8 @@ class Stack:
             device_mesh=init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",)),
         )  # fmt: skip
         hooks.__enter__()
-        dist.all_reduce = whole_averages
+        collectives: Any = dist
+        collectives.all_reduce = whole_averages
         self.model, self.case, self.ranks, self.optimizer = model, case, ranks, optimizer_of(model)
         self.engine, self.collate = DistributedDataParallel(model, find_unused_parameters=True), collate
 
