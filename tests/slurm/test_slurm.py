@@ -150,7 +150,7 @@ def test_a_node_that_dies_is_named(slurm, checkout):
 
 def test_the_first_row_of_the_ablation(slurm, checkout):
     job = submit(slurm, line("sbatch", "ablation-quick"), checkout)
-    slurm.wait(job, "COMPLETED", START_SECONDS)
+    slurm.wait(job, "COMPLETED", 3 * START_SECONDS)  # with the notebook of the report
     out = checkout / "papermill_runs" / "out" / "ablation-quick"
     found = results.read_result(out / "baseline" / "result.json")
     assert found["status"] == "ok"
