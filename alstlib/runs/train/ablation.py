@@ -156,7 +156,7 @@ class AblationRun(Training):
         self.ledger.start()
         self.length = seq_len
         self._trial(seq_len, 1)
-        peak = max(self.gather(self.ledger.device_peak))[0]
+        peak = max(self.gather(self.ledger.device_peak))
         self.progress.emit("tried", row=self.run.row, seq_len=seq_len, peak=peak, message="tried")
         return peak
 

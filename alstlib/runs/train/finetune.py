@@ -17,7 +17,6 @@ last whole one. Those of another configuration are never continued and never rep
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import statistics
 import time
@@ -35,7 +34,7 @@ from trl import SFTConfig, SFTTrainer
 
 import alstlib
 from alstlib.base.config import RunConfig
-from alstlib.base.mesh import SPContext, gather_text
+from alstlib.base.mesh import SPContext
 from alstlib.base.options import check_names
 from alstlib.base.units import IGNORE
 from alstlib.data.agreement import Agreement
@@ -222,7 +221,7 @@ class FineTune(Training, TrainerCallback):
                 if account.trains(document):
                     mine.append((number, len(document.ids)))
                 pace(number + 1)
-        told = [json.loads(part) for part in gather_text(json.dumps([mine, account.useless]), self.device)]
+        told = self.gather([mine, account.useless])
         read, useless = (sorted(map(tuple, itertools.chain(*parts))) for parts in zip(*told))
         account.rows, account.useless = rows, useless
         long = [f"row {number + 1}, of {size:,} tokens" for number, size in read if size > limit]

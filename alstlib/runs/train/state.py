@@ -11,7 +11,6 @@ saves its own, unless they are those of this run, which ended well.
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -25,7 +24,7 @@ from torch.distributed import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
 from alstlib.base.config import RunConfig
-from alstlib.base.mesh import accelerator, gather_text
+from alstlib.base.mesh import accelerator, gather_json
 from alstlib.offload.host_store import host_available
 from alstlib.runs.results import Json, differences
 from alstlib.runs.train.files import SCHEMA_VERSION, OtherState, Writer, check, move_aside, read_state, states_in
@@ -182,8 +181,8 @@ class RunStates:
                 check(place / rank["file"], rank["checksum"])
         except ValueError as e:
             problem = [f"the training state in {folder}: {e}", isinstance(e, OtherState)]
-        for text in gather_text(json.dumps(problem), self.device):
-            if told := json.loads(text):
+        for told in gather_json(problem, self.device):
+            if told:
                 raise (OtherState if told[1] else ValueError)(told[0])
         held.load(place, state)
         if (scheduler := self.engine.lr_scheduler) is not None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from alstlib.base.config import RunConfig
-from alstlib.base.mesh import SPContext, accelerator, gather_text, join_fake, own_device, take_device
+from alstlib.base.mesh import SPContext, accelerator, gather_json, join_fake, own_device, take_device
 from alstlib.data.corpus import get_tokenizer, has_tokenizer, load_corpus
 from alstlib.data.formats import only_tokens
 from alstlib.hf.models import model_config
@@ -120,16 +120,16 @@ class Job:
     def say(self, message: str, **fields: Any) -> None:
         self.progress.emit("load", row=self.run.row, message=message, **fields)
 
-    def gather(self, *values: int) -> list[list[int]]:
-        """Every rank's `values`, in the order of ranks."""
-        return [json.loads(text) for text in gather_text(json.dumps(values), self.device)]
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in the order of ranks: anything that JSON holds."""
+        return gather_json(value, self.device)
 
     def measured(self, ledger: Any, handle: Any) -> Json:
         """What every worker's result has: peaks of each rank, the attention kernel and notes."""
-        devices, hosts = zip(*self.gather(ledger.device_peak, ledger.host_peak))
+        devices, hosts = zip(*self.gather([ledger.device_peak, ledger.host_peak]))
         disk: Json = {}
         if isinstance(handle.store, DiskStore):
-            disk = {"disk_peak_bytes": [peak for (peak,) in self.gather(handle.store.file.peak)]}
+            disk = {"disk_peak_bytes": self.gather(handle.store.file.peak)}
         return {
             "device_peak_bytes": list(devices),
             "host_peak_bytes": list(hosts),
