@@ -266,7 +266,7 @@ def sent_away(
 
     Returns:
         (what says it of each tensor, bytes on the disk, host bytes that are on their way at most). Where nothing makes
-        room enough, all is sent.
+        room enough, all is sent, and the room that is left has to do.
     """
     pieces = max(1, min(chunks, MANY))
     each = [[nbytes // pieces for nbytes in outputs] * pieces * (i in kept) for i in range(layers)]
@@ -286,7 +286,8 @@ def sent_away(
         _, gone, moving = sent(step)
         return others + movable - gone + moving <= room
 
-    return sent(bisect_left(range(STEPS), True, key=fits))
+    spread, gone, moving = sent(bisect_left(range(STEPS), True, key=fits))
+    return spread, gone, min(moving, max(0, room - others - movable + gone))
 
 
 def keys_leave(keys: int, free: int, lacking: int) -> tuple[int, int, int]:
