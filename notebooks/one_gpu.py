@@ -159,12 +159,10 @@ def main() -> None:
     made: dict[str, Any] = {"mode": "predicted", "made_by": "python notebooks/one_gpu.py", "claims": {}}
     for name, command in CLAIMS.items():
         question, tokens = asked(command)
-        found, alone = question.at(tokens), question.on(disk=None).at(tokens)
-        made["claims"][name] = {
-            "command": command, "plan": found.to_dict(), "without_a_disk": alone.to_dict(),
-            "disk": found.activations.disk, "simulated": simulated(question, found),
-        }  # fmt: skip
-        print(name, made["claims"][name]["simulated"], flush=True)
+        found = question.at(tokens)
+        step = simulated(question, found)
+        made["claims"][name] = {"command": command, "plan": found.to_dict(), "simulated": step}
+        print(name, step, flush=True)
     FILE.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
 
 

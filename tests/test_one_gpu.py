@@ -19,7 +19,7 @@ def test_its_claims_are_stored_fit_and_agree_with_their_simulation():
     assert {name: claim["command"] for name, claim in STORED.items()} == one_gpu.CLAIMS
     for claim in STORED.values():
         assert claim["plan"]["fits"]
-        assert claim["disk"] > 10**11
+        assert claim["plan"]["disk"]["peak"] > 10**11
         step = claim["simulated"]
         for what in ("device", "checkpoints"):
             assert step[f"planned_{what}"] == pytest.approx(step[what], rel=0.05)
@@ -32,7 +32,7 @@ def test_a_stored_plan_is_what_its_command_says(name):
     found, stored = question.at(tokens), STORED[name]["plan"]
     for where in ("device", "host"):
         assert found.to_dict()[where]["by_category"] == pytest.approx(stored[where]["by_category"], rel=0.01)
-    assert found.activations.disk == pytest.approx(STORED[name]["disk"], rel=0.01)
+    assert found.activations.disk == pytest.approx(stored["disk"]["peak"], rel=0.01)
 
 
 @pytest.mark.simulates
@@ -47,7 +47,10 @@ def test_a_smaller_run_takes_what_is_planned(name, tmp_path):
 
 def test_weights_of_4_bits():
     shape, lora = read_shape("Qwen/Qwen3-8B"), {"r": 16}
-    run = RunConfig(model={"name": shape.name, "dtype": "bf16", "lora": lora, "bits": 4}, engine={"zero_stage": 0})
+    run = RunConfig(
+        model={"name": shape.name, "dtype": "bf16", "lora": lora, "bits": 4},
+        engine={"zero_stage": 0, "offload_optimizer": False},
+    )
     linear = 36 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12288)
     assert shape.linear_parameters == linear
     whole = frozen_weights(shape, run.replace(model={"bits": None}), 2)
