@@ -272,7 +272,7 @@ def sent_away(
     each = [[nbytes // pieces for nbytes in outputs] * pieces * (i in kept) for i in range(layers)]
     tensors = [[*of, input_bytes] if chunks else [input_bytes, *of] for of in each]
     movable = sum(map(sum, tensors))
-    finer = padded(max(outputs, default=0) // pieces) if chunks > MANY else 0
+    finer = padded(max(outputs, default=0) // pieces) if chunks > MANY and any(each) else 0
 
     def sent(step: int) -> tuple[Spread, int, int]:
         away = step * movable // STEPS
