@@ -1,7 +1,7 @@
 """The claims of one_gpu.ipynb: a million tokens on one GPU, with a disk under the host.
 
 A claim is a command of `alst plan`. `smaller` makes a run of it that is smaller by known factors, and `measured` trains
-that run on this machine. `python notebooks/one_gpu.py` plans the claims and simulates a rank of each, in minutes:
+that run on this machine. `python notebooks/one_gpu.py` plans the claims, in minutes:
 papermill_runs/results/planner/one_gpu.json.
 """
 
@@ -24,13 +24,10 @@ from transformers import AutoConfig
 import alstlib
 from alstlib.base.config import RunConfig
 from alstlib.hf.public_models import PUBLIC
-from alstlib.planner.activations import activations
 from alstlib.planner.command import add_arguments, read
 from alstlib.planner.machine import machine_of
-from alstlib.planner.measure.deep import Deep
 from alstlib.planner.measure.ledger import Ledger
 from alstlib.planner.measure.simulate import shard_of, whole_model
-from alstlib.planner.prediction import Prediction
 from alstlib.planner.preflight import as_metrics, foretell
 from alstlib.planner.question import Question
 from alstlib.runs.train.engine import host_tensors, initialize, take_step
@@ -56,19 +53,6 @@ def asked(command: str) -> tuple[Question, int]:
     add_arguments(parser)
     request = read(parser.parse_args(shlex.split(command)[2:]))
     return request.question(request.rates[0], 1), request.seq_len or 0
-
-
-def simulated(question: Question, found: Prediction) -> dict[str, Any]:
-    """One rank's step, run on fake tensors at the whole length, and what the plan says of the same. A simulation has
-    neither a kernel's workspace nor a limit of the host, and no copies run ahead of the computation. Bytes."""
-    outputs = {"save_attention": found.activations.attention_kept > 0}
-    run = question.run.replace(model={"bits": None}, options=outputs)
-    step = Deep(run, 1).at(found.seq_len)
-    plan = activations(question.shape, run, 1, found.seq_len, "cuda", workspace=False)
-    return {
-        "device": step.device_peak, "planned_device": plan.peak, "place": step.peak_place,
-        "checkpoints": step.host_peak, "planned_checkpoints": plan.host, "kernel": step.kernel,
-    }  # fmt: skip
 
 
 def smaller(claim: Mapping[str, Any], folder: str, tokens: int, divisor: int) -> RunConfig:
@@ -160,9 +144,8 @@ def main() -> None:
     for name, command in CLAIMS.items():
         question, tokens = asked(command)
         found = question.at(tokens)
-        step = simulated(question, found)
-        made["claims"][name] = {"command": command, "plan": found.to_dict(), "simulated": step}
-        print(name, step, flush=True)
+        made["claims"][name] = {"command": command, "plan": found.to_dict()}
+        print(name, found.device_peak, found.host_peak, found.activations.disk, flush=True)
     FILE.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
 
 

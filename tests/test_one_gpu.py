@@ -15,14 +15,11 @@ from alstlib.runs import workers
 STORED = json.loads(one_gpu.FILE.read_text())["claims"]
 
 
-def test_its_claims_are_stored_fit_and_agree_with_their_simulation():
+def test_its_claims_are_stored_and_fit():
     assert {name: claim["command"] for name, claim in STORED.items()} == one_gpu.CLAIMS
     for claim in STORED.values():
         assert claim["plan"]["fits"]
         assert claim["plan"]["disk"]["peak"] > 10**11
-        step = claim["simulated"]
-        for what in ("device", "checkpoints"):
-            assert step[f"planned_{what}"] == pytest.approx(step[what], rel=0.05)
 
 
 @pytest.mark.simulates
