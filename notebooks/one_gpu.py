@@ -11,11 +11,13 @@ import argparse
 import io
 import itertools
 import json
+import os
 import shlex
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -102,6 +104,7 @@ def measured(run: RunConfig) -> dict[str, int]:
         if run.model.lora is None:
             stack.enter_context(redirect_stdout(io.StringIO()))  # what DeepSpeed says
             stack.enter_context(redirect_stderr(io.StringIO()))
+            stack.enter_context(mock.patch.dict(os.environ, LOCAL_RANK="0"))
             backend = dist.get_default_backend_for_device(device)
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
             stack.callback(dist.destroy_process_group)
