@@ -55,7 +55,8 @@ def test_weights_of_4_bits():
     constants = linear / 64 + 4 * linear / 64 / 256  # scales, and the scales of these
     packed = frozen_weights(shape, run, 2)
     assert packed == round(whole - 2 * linear + linear / 2 + constants)
-    assert states(shape, run, Machine(gpus=1)).device[WEIGHTS] == packed
+    for one, base in ((run, packed), (run.replace(model={"bits": None}), whole)):  # and the adapter's own
+        assert states(shape, one, Machine(gpus=1)).device[WEIGHTS] == base + 2 * shape.adapter_parameters(lora)
     with pytest.raises(ValueError, match="is for weights that are not trained"):
         RunConfig(model={"bits": 4})
     with pytest.raises(ValueError, match="linear modules"):

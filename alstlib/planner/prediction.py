@@ -164,8 +164,8 @@ def states(shape: Shape, run: RunConfig, machine: Machine, preset: str = "ours")
     engine of its sequence parallelism, whose gradients are then reduced in fp32 by default."""
     adapter = None if run.model.lora is None else shape.adapter_parameters(run.model.lora)
     sizes = Sizes(
-        parameters=shape.parameters, layer=shape.layer_parameters, embedding=shape.embedding, trainable=adapter,
-        largest=shape.largest_tensor if adapter is None else 0,
+        parameters=shape.parameters + (adapter or 0), layer=shape.layer_parameters, embedding=shape.embedding,
+        trainable=adapter, largest=shape.largest_tensor if adapter is None else 0,
     )  # fmt: skip
     element = element_bytes(run, machine.device)
     of = {"reduced": element if machine.device == "cpu" else None}
@@ -174,7 +174,8 @@ def states(shape: Shape, run: RunConfig, machine: Machine, preset: str = "ours")
     rounded = machine.device == "cuda" and not pins_exactly()
     held = model_states(run, sizes, machine.gpus, element, rounded=rounded, **of)
     if run.model.bits:  # whole on each rank: ZeRO divides no packed weights
-        held = replace(held, device={**held.device, WEIGHTS: frozen_weights(shape, run, element)})
+        whole = frozen_weights(shape, run, element) + element * (adapter or 0)
+        held = replace(held, device={**held.device, WEIGHTS: whole})
     return held
 
 
