@@ -114,6 +114,7 @@ def measured(run: RunConfig) -> dict[str, int]:
             optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], foreach=False)
         ledger = stack.enter_context(Ledger(device, [handle.store]))
         ledger.mark_host(hosted)
+        ledger.start()  # the peak is that of the steps, without what is the host's
         for _ in range(run.optim.steps):
             with device:
                 batch = shard_of(handle.ctx, run.data.seq_len)
