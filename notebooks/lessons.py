@@ -38,6 +38,8 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernel
 
 LESSONS = 24
 """How many there are, counted by hand, so that a lost lesson is seen (index.ipynb is none)."""
+PAGES = ("index",)
+"""Notebooks that are executed and stored as lessons are, and are none."""
 SECONDS, ALL_SECONDS = 180, 450
 """Limits of one lesson, and of all when `AT_ONCE` run at a time; the environment's ALST_SLOW multiplies them. All shall
 take less than 300 seconds on two quiet cores; machines differ by half, and a slow one is no defect of a lesson.
@@ -105,8 +107,9 @@ def lessons(root: Path = ROOT) -> list[Path]:
 
 
 def notebooks(root: Path = ROOT) -> list[Path]:
-    """The lessons, and index.ipynb where it exists: what is executed."""
-    return [*(p for p in [root / "notebooks" / "index.ipynb"] if p.exists()), *lessons(root)]
+    """The lessons, and the pages that are no lessons, where they exist: what is executed."""
+    pages = (root / "notebooks" / f"{name}.ipynb" for name in PAGES)
+    return [*(p for p in pages if p.exists()), *lessons(root)]
 
 
 def twins(root: Path = ROOT) -> list[Path]:

@@ -77,6 +77,9 @@ class Model(ConfigGroup):
     installed and support the model."""
     lora: Fields | None = None
     """Fine-tuning: fields of peft's LoraConfig, such as {r: 16}; None: all weights are trained."""
+    bits: Literal[4] | None = None
+    """Planning: 4 for an adapter on linear modules in 4 bits, as bitsandbytes has them with double quantization
+    (QLoRA); None: in `dtype`. Runs refuse it: a script of one's own loads such a model and trains it."""
 
 
 class Data(ConfigGroup):
@@ -272,6 +275,10 @@ class RunConfig(Settings):
         if self.output.merge_lora and self.model.lora is None:
             raise ValueError(
                 "output.merge_lora=True merges an adapter into the model: give model.lora too, such as {'r': 16}"
+            )
+        if self.model.bits is not None and self.model.lora is None:
+            raise ValueError(
+                f"model.bits={self.model.bits} is for weights that are not trained: give model.lora={{'r': 16}}"
             )
         if self.data.packed and self.data.batch_size > 1:
             raise ValueError(

@@ -258,7 +258,7 @@ class Options(Settings):
         Works("None, a folder, or a mapping such as {'folder': '/scratch', 'bytes': '1TB'}"),
     ] = None
     """With offload, a folder on a local disk (NVMe) for the checkpoints that the host has no room for: layers' inputs
-    and attention outputs. They pass through the host's memory, which holds those of three layers on their way. Rotary
+    and attention outputs. They pass through the host's memory, which holds their share of three layers. Rotary
     tables, gradients of hidden states, and keys and values in pages stay on the host. A mapping has the bytes that each
     rank may take: {"folder": "/scratch", "bytes": "1TB"}."""
 

@@ -79,6 +79,18 @@ class Shape:
         """What multiplies each token: the layers' matrices and the head (as `hf.models.flos` counts)."""
         return self.mixing + self.mlp_of_token + self.embedding
 
+    @property
+    def linear_parameters(self) -> int:
+        """Parameters of the layers' linear modules.
+
+        Raises:
+            ValueError: a model with experts, which are no linear modules.
+        """
+        found, tables = self.mixing + self.mlp_of_token, (1, 2)
+        if not any(abs(self.parameters - found - n * self.embedding) < 0.01 * self.parameters for n in tables):
+            raise ValueError(f"model.bits=4 is planned of models whose layers are linear modules, not of {self.name!r}")
+        return found
+
     def adapter_parameters(self, lora: Mapping[str, Any]) -> int:
         """The number of parameters of LoRA adapters with these fields of peft's LoraConfig; all linear modules of the
         layers where it names none."""

@@ -36,6 +36,7 @@ MEANING = {
     "exchange": "what attention sends to and gets from other GPUs",
     "kernel workspace": "what the attention kernel takes for itself",
     "states": "layers with a state (linear attention, Mamba)",
+    "unpacked weights": "a matrix of 4 bits, in bf16 while it multiplies",
     "mlp": "what one tile of the MLP or of the experts makes",
     "loss": "the head, one tile of logits, the loss",
     "checkpoints": "inputs of layers, kept for backward",
@@ -276,7 +277,7 @@ def describe_remedies(question: Question, found: Prediction, nothing: bool) -> I
             "--seq-len without --gpus says which machines hold a length."
         )
     if nothing and question.run.model.lora is None:
-        yield "QLoRA (LoRA on weights in 4 bits) takes less memory still. It runs, but is not planned."
+        yield "QLoRA (LoRA on weights in 4 bits) takes less memory still: --set 'model.lora={r: 16}' --set model.bits=4"
 
 
 def describe_ways(ways: Sequence[Variant]) -> Iterator[Any]:

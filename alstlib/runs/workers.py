@@ -68,6 +68,11 @@ def check(run: RunConfig, worker: str) -> None:
             raise ValueError(
                 f"{name}={plain_value(value)!r} is a field of the worker {other}, but this run's worker is {worker}"
             )
+    if run.model.bits is not None:
+        raise ValueError(
+            f"model.bits={run.model.bits} is planned only: a script of your own loads such a model (bitsandbytes), and "
+            "TrainerMixin or apply trains it"
+        )
     if missing := [name for name in LIBRARIES[worker] if importlib.util.find_spec(name) is None]:
         raise ValueError(f"{worker} needs {', '.join(missing)}: pip install 'alstlib[train,trainer]'")
     _check_fine_tuning(run)

@@ -30,6 +30,7 @@ REFERENCE = {
     "api.rst": "Public API",
     "notebooks/run.ipynb": "The run template",
     "notebooks/finetune.ipynb": "The fine-tuning template",
+    "notebooks/one_gpu.ipynb": "One GPU, a million tokens",
     "README.md": "The project",
     "notebooks/training.md": "Training with this library",
     "notebooks/runs.md": "Planning and running",
