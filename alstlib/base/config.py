@@ -24,6 +24,7 @@ from alstlib.base.options import (
     Count,
     Fields,
     FlagOrAuto,
+    FlagOrNvme,
     Name,
     Natural,
     Options,
@@ -108,10 +109,12 @@ class Engine(ConfigGroup):
     """The sequence-parallel degree: ranks that share one sample; 0: all ranks."""
     zero_stage: Stage = 3
     """The stage of DeepSpeed ZeRO, 0 to 3."""
-    offload_optimizer: bool = True
-    """Whether ZeRO keeps the optimizer states in the host's memory."""
-    offload_params: bool = False
-    """Whether ZeRO-3 keeps the weights in the host's memory."""
+    offload_optimizer: FlagOrNvme = True
+    """Whether ZeRO keeps the optimizer states in the host's memory; 'nvme': ZeRO-3 keeps them in files."""
+    offload_params: FlagOrNvme = False
+    """Whether ZeRO-3 keeps the weights in the host's memory; 'nvme': in files."""
+    nvme_path: Text | None = None
+    """With 'nvme', the folder on a local disk where each run has files of its own, which end with it."""
     prefetch: bool = True
     """Whether ZeRO-3 gathers weights ahead of their layer; False lowers the peak."""
     fsdp: bool = False
@@ -125,9 +128,22 @@ class Engine(ConfigGroup):
                 f"sp={self.sp} does not divide world_size={self.world_size}: use sp={fitting}, or world_size={self.sp}"
             )
         if self.offload_params and self.zero_stage != 3:
-            raise ValueError(f"offload_params=True needs zero_stage=3, not {self.zero_stage}")
+            raise ValueError(f"offload_params={self.offload_params!r} needs zero_stage=3, not {self.zero_stage}")
         if self.offload_optimizer and self.zero_stage == 0:
             raise ValueError("offload_optimizer=True needs zero_stage 1, 2 or 3, not 0")
+        if self.offload_optimizer == "nvme" and self.zero_stage != 3:
+            raise ValueError(
+                f"offload_optimizer='nvme' needs zero_stage=3, not {self.zero_stage}: DeepSpeed's other stages would "
+                "keep the states in the host's memory, as offload_optimizer=True does"
+            )
+        on_disk = "nvme" in (self.offload_optimizer, self.offload_params)
+        if on_disk and self.fsdp:
+            raise ValueError("offload_optimizer='nvme' and offload_params='nvme' are DeepSpeed's: leave fsdp out")
+        if on_disk != (self.nvme_path is not None):
+            raise ValueError(
+                f"nvme_path={self.nvme_path!r} must be a folder on a local disk, such as '/scratch', with "
+                "offload_optimizer='nvme' or offload_params='nvme', and None without"
+            )
         return self
 
 
