@@ -73,8 +73,8 @@ def check(run: RunConfig, worker: str) -> None:
     _check_fine_tuning(run)
     if worker == FINETUNE and run.engine.offload_optimizer == "nvme" and run.output.checkpoint_every:
         raise ValueError(
-            f"output.checkpoint_every={run.output.checkpoint_every} with engine.offload_optimizer='nvme': DeepSpeed would "
-            "continue such a checkpoint with moments of zero; use offload_optimizer=True, or checkpoint_every=0"
+            f"output.checkpoint_every={run.output.checkpoint_every} with engine.offload_optimizer='nvme': DeepSpeed "
+            "would continue such a checkpoint with moments of zero; use offload_optimizer=True, or checkpoint_every=0"
         )
     check_model(run.model.name)
 

@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 import torch
 import zoo
+from async_files import OPERATOR
 from cases import by_own_names, check_refused, make_model, make_samples, same, whole_state, wrap
 from deepspeed.accelerator import get_accelerator
-from deepspeed.ops.op_builder import AsyncIOBuilder
 from safetensors import safe_open
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -225,7 +225,7 @@ def test_states_in_files_are_configured(tmp_path):
     ],
 )
 def test_files_that_deepspeed_would_not_write_are_refused(monkeypatch, tmp_path, stage, path, compiles, says):
-    monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda self, verbose=False: compiles)
+    monkeypatch.setattr(OPERATOR, "is_compatible", lambda self, verbose=False: compiles)
     folder = None if path is None else str(tmp_path / path)
     config = {"zero_optimization": {"stage": stage, "offload_optimizer": {"device": "nvme", "nvme_path": folder}}}
     if says is None:

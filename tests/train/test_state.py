@@ -15,9 +15,8 @@ from unittest import mock
 import pytest
 import torch
 import yaml
-from async_files import async_files
+from async_files import OPERATOR, async_files
 from cases import lines_of, make_model, make_samples, run_with, values_of, whole_state
-from deepspeed.ops.op_builder import AsyncIOBuilder
 from operators import error_of
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -187,7 +186,7 @@ def checked(rank, world, task, folder, *args):
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_states_in_files(ranks2, tmp_path, compiled):
     """They train as on the host, bit for bit, and a run goes on from there to a host and from a host to there."""
-    if compiled and not AsyncIOBuilder().is_compatible():
+    if compiled and not OPERATOR().is_compatible():
         pytest.skip("DeepSpeed's async_io cannot be compiled: libaio's headers are not installed")
     pool, swap, host = functools.partial(ranks2, in_files), tmp_path / "swap", run_config(3, True)
     swap.mkdir()
