@@ -100,6 +100,12 @@ class Data(ConfigGroup):
     """Fine-tuning: whether more than 1% of the rows of the data may be left out."""
 
 
+WEIGHTS_ON_DISK = (
+    "DeepSpeed 0.19.8 loses count of its buffers for weights on a disk where layers run again for their backward ('Not "
+    "enough buffers', 'already assigned swap buffer')"
+)
+
+
 class Engine(ConfigGroup):
     """On which ranks it runs, and where these keep weights, gradients and the optimizer's states."""
 
@@ -112,9 +118,9 @@ class Engine(ConfigGroup):
     offload_optimizer: FlagOrNvme = True
     """Whether ZeRO keeps the optimizer states in the host's memory; 'nvme': ZeRO-3 keeps them in files."""
     offload_params: FlagOrNvme = False
-    """Whether ZeRO-3 keeps the weights in the host's memory; 'nvme': in files."""
+    """Whether ZeRO-3 keeps the weights in the host's memory; 'nvme' is refused."""
     nvme_path: Text | None = None
-    """With 'nvme', the folder on a local disk where each run has files of its own, which end with it."""
+    """With offload_optimizer='nvme', the folder on a local disk where each run has files, which end with it."""
     prefetch: bool = True
     """Whether ZeRO-3 gathers weights ahead of their layer; False lowers the peak."""
     fsdp: bool = False
@@ -136,13 +142,14 @@ class Engine(ConfigGroup):
                 f"offload_optimizer='nvme' needs zero_stage=3, not {self.zero_stage}: DeepSpeed's other stages would "
                 "keep the states in the host's memory, as offload_optimizer=True does"
             )
-        on_disk = "nvme" in (self.offload_optimizer, self.offload_params)
-        if on_disk and self.fsdp:
-            raise ValueError("offload_optimizer='nvme' and offload_params='nvme' are DeepSpeed's: leave fsdp out")
-        if on_disk != (self.nvme_path is not None):
+        if self.offload_params == "nvme":
+            raise ValueError(f"offload_params='nvme': {WEIGHTS_ON_DISK}; use offload_params=True")
+        if self.offload_optimizer == "nvme" and self.fsdp:
+            raise ValueError("offload_optimizer='nvme' is DeepSpeed's: leave fsdp out")
+        if (self.offload_optimizer == "nvme") != (self.nvme_path is not None):
             raise ValueError(
                 f"nvme_path={self.nvme_path!r} must be a folder on a local disk, such as '/scratch', with "
-                "offload_optimizer='nvme' or offload_params='nvme', and None without"
+                "offload_optimizer='nvme', and None without"
             )
         return self
 

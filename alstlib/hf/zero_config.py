@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from alstlib.base.config import FIELDS, RunConfig
+from alstlib.base.config import FIELDS, WEIGHTS_ON_DISK, RunConfig
 from alstlib.base.mesh import accelerator, own_device
 from alstlib.base.options import check_names
 from alstlib.base.sizing import zero_bucket
@@ -49,26 +49,27 @@ def check_files(config: Mapping[str, Any]) -> None:
         ValueError: the stage, the folder, or DeepSpeed's operator does not do it.
     """
     zero = config.get("zero_optimization") or {}
-    for name in ("offload_optimizer", "offload_param"):
-        of = zero.get(name) or {}
-        if of.get("device") != "nvme":
-            continue
-        stage, folder = zero.get("stage"), of.get("nvme_path")
-        if stage != 3:
-            raise ValueError(
-                f"{name} on nvme needs ZeRO-3: DeepSpeed's stage {stage} keeps it in the host's memory, as with the "
-                "device cpu"
-            )
-        if folder is None or not Path(folder).is_dir():
-            raise ValueError(f"nvme_path={folder!r} of {name} must be a folder on a local disk that is there")
-        from deepspeed.ops.op_builder import AsyncIOBuilder
+    weights, states = (zero.get(name) or {} for name in ("offload_param", "offload_optimizer"))
+    if weights.get("device") == "nvme":
+        raise ValueError(f"offload_param on nvme: {WEIGHTS_ON_DISK}; use the device cpu")
+    if states.get("device") != "nvme":
+        return
+    stage, folder = zero.get("stage"), states.get("nvme_path")
+    if stage != 3:
+        raise ValueError(
+            f"offload_optimizer on nvme needs ZeRO-3: DeepSpeed's stage {stage} keeps it in the host's memory, as with "
+            "the device cpu"
+        )
+    if folder is None or not Path(folder).is_dir():
+        raise ValueError(f"nvme_path={folder!r} of offload_optimizer must be a folder on a local disk that is there")
+    from deepspeed.ops.op_builder import AsyncIOBuilder
 
-        builder: Any = AsyncIOBuilder
-        if not builder().is_compatible():
-            raise ValueError(
-                f"{name} on nvme needs DeepSpeed's operator async_io, which cannot be compiled here: install libaio's "
-                "headers (Debian: libaio-dev) and a C++ compiler, and for a GPU the CUDA toolkit (CUDA_HOME)"
-            )
+    builder: Any = AsyncIOBuilder
+    if not builder().is_compatible():
+        raise ValueError(
+            "offload_optimizer on nvme needs DeepSpeed's operator async_io, which cannot be compiled here: install "
+            "libaio's headers (Debian: libaio-dev) and a C++ compiler, and for a GPU the CUDA toolkit (CUDA_HOME)"
+        )
 
 
 def engine_config(run: RunConfig, parameters: int, bf16: bool) -> dict[str, Any]:
@@ -94,12 +95,9 @@ def engine_config(run: RunConfig, parameters: int, bf16: bool) -> dict[str, Any]
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": pin}
     if run.engine.offload_params:
         zero["offload_param"] = {"device": "cpu", "pin_memory": pin}
-    files = {"device": "nvme", "nvme_path": run.engine.nvme_path}
     if run.engine.offload_optimizer == "nvme":
-        zero["offload_optimizer"] |= files
+        zero["offload_optimizer"] |= {"device": "nvme", "nvme_path": run.engine.nvme_path}
         zero["sub_group_size"] = ON_DISK
-    if run.engine.offload_params == "nvme":
-        zero["offload_param"] |= files
     adam = {
         "lr": run.optim.learning_rate,
         "weight_decay": run.optim.weight_decay,

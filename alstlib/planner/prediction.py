@@ -189,12 +189,11 @@ def predict(shape: Shape, run: RunConfig, machine: Machine, seq_len: int, preset
     ranks = run.engine.sp or machine.gpus
     if machine.gpus % ranks:
         raise ValueError(f"sp={ranks} does not divide {machine.gpus} GPUs")
-    for name in ("offload_optimizer", "offload_params"):
-        if getattr(run.engine, name) == "nvme":
-            raise ValueError(
-                f"engine.{name}='nvme' is not planned: the planner does not know what DeepSpeed's files take and how "
-                f"fast they are. engine.{name}=True plans the host's memory, of which 'nvme' needs less"
-            )
+    if run.engine.offload_optimizer == "nvme":
+        raise ValueError(
+            "engine.offload_optimizer='nvme' is not planned: the planner does not know what DeepSpeed's files take and "
+            "how fast they are. True plans the host's memory, of which 'nvme' needs less"
+        )
     run = run.for_width(shape.width)
     held = states(shape, run, machine, preset)
     host, limit = held.host, None
