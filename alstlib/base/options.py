@@ -76,6 +76,7 @@ Tile = Annotated[
     Works("True, False or a tile of at least 1 token"),
 ]
 FlagOrAuto = Annotated[bool | Literal["auto"], Works("True, False or 'auto'")]
+FlagOrNvme = Annotated[bool | Literal["nvme"], Works("True, False or 'nvme'")]
 Rate = Annotated[_Number, Field(ge=0, allow_inf_nan=False), Works("a number of at least 0, such as 1e-4")]
 Seconds = Annotated[_Number, Field(ge=0, allow_inf_nan=False), Works("a number of at least 0, such as 3600")]
 Text = Annotated[str, BeforeValidator(_path), Works("a text")]

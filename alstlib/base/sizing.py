@@ -67,6 +67,12 @@ def tile_of_sums(tokens: int, tile: int, sums: float, made: float) -> int:
     return max(tokens, 1) if tokens <= tile + worth else tile
 
 
+def causal_pairs(tokens: int, window: int = 0) -> float:
+    """Pairs of a query and a key that a layer's causal attention computes in a document: half of the square, or what
+    lies in a sliding window of so many keys (0: no window)."""
+    return window * (tokens - window / 2) if 0 < window < tokens else tokens**2 / 2
+
+
 def zero_bucket(parameters: int) -> int:
     """Elements of ZeRO's buckets as our runs set them: a sixteenth of the model, between 1M and 200M."""
     return max(1_000_000, min(200_000_000, parameters // 16))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from alstlib.base.sizing import causal_pairs
 from alstlib.linear.ways import Sent, StateLayer
 from alstlib.planner.fits import facts_of
 
@@ -101,9 +102,8 @@ class Shape:
     def pairs(self, seq_len: int) -> float:
         """Pairs of a query and a key that attention computes in a sample, all layers: a causal half, or what lies in
         the window."""
-        whole = seq_len**2 / 2
-        inside = whole if not self.window or self.window >= seq_len else self.window * (seq_len - self.window / 2)
-        return (self.attending - self.windowed) * whole + self.windowed * inside
+        inside = self.windowed * causal_pairs(seq_len, self.window)
+        return (self.attending - self.windowed) * causal_pairs(seq_len) + inside
 
 
 def read_shape(name: str, overrides: Mapping[str, Any] | None = None, *, trust_remote_code: bool = False) -> Shape:

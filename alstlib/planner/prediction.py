@@ -198,11 +198,17 @@ def predict(shape: Shape, run: RunConfig, machine: Machine, seq_len: int, preset
     """What a run of this length takes. The preset `paper` is the reference stack as the ALST paper ran it.
 
     Raises:
-        ValueError: a model or an option that `apply` refuses, or an SP degree that does not divide the GPUs.
+        ValueError: a model or an option that `apply` refuses, an SP degree that does not divide the GPUs, or states on
+            a disk.
     """
     ranks = run.engine.sp or machine.gpus
     if machine.gpus % ranks:
         raise ValueError(f"sp={ranks} does not divide {machine.gpus} GPUs")
+    if run.engine.offload_optimizer == "nvme":
+        raise ValueError(
+            "engine.offload_optimizer='nvme' is not planned: the planner does not know what DeepSpeed's files take and "
+            "how fast they are. True plans the host's memory, of which 'nvme' needs less"
+        )
     run = run.for_width(shape.width)
     held = states(shape, run, machine, preset)
     host, limit = held.host, None

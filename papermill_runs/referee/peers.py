@@ -299,7 +299,7 @@ class Comparison(Job):
             "peers": made,
         }
 
-    def flops(self) -> dict[str, int]:
+    def flops(self) -> dict[str, Any]:
         with torch.device("meta"):
             return flop_dimensions(load_model(self.run, torch.float32))
 

@@ -102,7 +102,8 @@ class RunStates:
         }  # fmt: skip
         rng = [of.get_rng_state().numpy().tobytes().hex() for of in self.generators]
         own = held.own()
-        waits = sum(piece.nbytes for piece in own.values()) > host_available() // 2
+        full = sum(piece.nbytes for piece in own.values()) > host_available() // 2
+        waits = bool(held.files) or full
         self.writer = Writer(self.folder, common, {"loader": loader_state, "rng": rng})
         self._clear()
         self.group = self.group or dist.new_group(backend="gloo")  # the thread's own: the training uses the others
@@ -112,7 +113,8 @@ class RunStates:
             self.pending = checkpoint.async_save(own, storage_writer=self.writer, process_group=self.group)
         self.pending.add_done_callback(lambda _: setattr(self, "seconds", time.monotonic() - began))
         if waits:
-            self.say("the host has no room for a copy of the training state: waiting until it is written")
+            where = "is in files that the next step overwrites" if held.files else "has no room on the host for a copy"
+            self.say(f"the training state {where}: waiting until it is written")
             futures.wait([self.pending])
 
     def wait(self) -> None:
