@@ -220,7 +220,7 @@ def looks(names: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 def blocks(
     panels: Sequence[Sequence[Sequence[Sequence[int | str]]]], rows: Sequence[str], columns: Sequence[str], *,
-    legend: Sequence[str] | Mapping[str, str] = (), texts: Any = None, names: Sequence[Sequence[str]] = (),
+    legend: Sequence[str] | Mapping[Any, str] = (), texts: Any = None, names: Sequence[Sequence[str]] = (),
     xlabel: str = "", below: Sequence[str] = (), cell: tuple[float, float] = (0.3, 0.3),
 ) -> Figure:  # fmt: skip
     """Grids of coloured cells, such as who holds what. `panels[row][column]` is a matrix of colours: the number of one
@@ -268,7 +268,7 @@ def blocks(
             if below:
                 ax.set_xticks([x + 0.5 for x in range(widths[j])], below, fontsize=8)
     if legend:
-        named = legend if isinstance(legend, Mapping) else dict(enumerate(legend))
+        named: Mapping[Any, str] = legend if isinstance(legend, Mapping) else dict(enumerate(legend))
         patches = [plt.Rectangle((0, 0), 1, 1, **_cell(value)) for value in named]
         figure.legend(patches, named.values(), loc="outside lower center", ncols=len(named), frameon=False, fontsize=9)
     return finish(figure)

@@ -104,7 +104,8 @@ def wall(shape: Shape, run: RunConfig, machine: Machine, lengths: Sequence[int],
     if machine.gpu_memory is None:
         raise ValueError("gpu_memory=None: without a limit every length fits, give the bytes of a GPU")
     found = longest(shape, run, machine)
-    limit, parts = machine.gpu_memory / GIB, {}
+    limit = machine.gpu_memory / GIB
+    parts: dict[int, dict[str, float]] = {}
     for n in lengths:
         parts[n] = _coarse(predict(shape, run, machine, n))
         if sum(parts[n].values()) > 1.25 * limit:
