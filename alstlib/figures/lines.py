@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 INK = "#767676"
-"""Of texts, axes and marks: they are read on white and on JupyterLab's dark theme (contrast 4.5 and 4.2)."""
+"""The grey of texts, axes and marks: it is read on white and on JupyterLab's dark theme (contrast 4.5 and 4.2)."""
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", INK)
 """Okabe and Ito's colours, which people with any colour vision can tell apart, with a grey in the place of black."""
 PLACES: dict[str, Any] = {
