@@ -48,8 +48,8 @@ def finish(figure: Figure, title: str = "", **labels: str) -> Figure:
     if title:
         axes.set_title(title, loc="left")
     for text in figure.findobj(Text):
-        if to_hex(text.get_color()) == "#000000":  # type: ignore[attr-defined]
-            text.set_color(INK)  # type: ignore[attr-defined]
+        if to_hex(text.get_color()) == "#000000":
+            text.set_color(INK)
     for ax in figure.axes:
         ax.tick_params(which="both", color=INK, labelcolor=INK)
         ax.spines[:].set_color(INK)
