@@ -53,7 +53,7 @@ WORDS = 2_000
 """At most in a lesson's markdown, its card, tables and exercises included; see `words`."""
 ROOT = Path(__file__).resolve().parents[1]
 CARD = ("Question", "You need to know", "Belongs to", "Run time", "Hardware")
-SECTIONS = ("Remember", "Next", "Exercises")
+SECTIONS = ("Remember", "Exercises", "Next")
 UNANSWERED, RIGHT = "not answered yet", "right"
 WIDGETS = "application/vnd.jupyter.widget"
 
@@ -557,10 +557,8 @@ def sectioned(book: Notebook) -> Iterator[str]:
     found = headings(book)
     if tuple(found[-3:]) != SECTIONS:
         yield f"the last sections are {found[-3:]}, not {list(SECTIONS)}"
-    text = "\n".join(c.source for c in book.markdown)
-    following = re.search(r"(?ms)^## Next$(.*?)(?:^## |\Z)", text)
-    if following and not re.search(r"\]\([^)]+\.ipynb", following[1]):
-        yield "'## Next' links no notebook"
+    if not re.match(r"## Next\n[^#]*?\]\([^)]+\.ipynb", book.nb.cells[-1].source):
+        yield "the last cell is not '## Next' with a link to a notebook"
 
 
 def drilled(book: Notebook) -> Iterator[str]:
