@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TypeVar
 
@@ -58,8 +58,11 @@ def watched(what: str, parts: Collection[Part] = ()) -> Iterator[Iterator[Part]]
             yield part
 
     try:
-        with nullcontext() if outer else shown:
-            yield each()
+        if outer is None:
+            shown.start()
+        yield each()
     finally:
         shown.remove_task(line)
+        if outer is None:
+            shown.stop()
         _SHOWN.reset(token)

@@ -157,9 +157,9 @@ def test_what_is_alike_is_not_all_run(kind, fields, how, tmp_path, monkeypatch):
     """Soft caps run block by block, and lightning attention piece by piece: some of these, and of the tiles, take as
     much as all."""
     name = folder(tmp_path, kind, 2, **fields)
-    run = run_of(name, **how).replace(data={"seq_len": 4000})
+    run = run_of(name, **how).replace(data={"seq_len": 2400})
     some = simulate.simulate(run, 1)
     monkeypatch.setattr(simulate, "ENDS", 10**6)
     whole = simulate.simulate(run, 1)
-    for what in ("device_peak", "categories", "moments"):
-        assert getattr(some, what) == getattr(whole, what), what
+    assert (some.device_peak, some.categories) == (whole.device_peak, whole.categories)
+    assert {key: some.moments.get(key) for key in whole.moments} == whole.moments
