@@ -1,7 +1,6 @@
 """`alst plan`: what people and programs read, what is refused, and how long it takes."""
 
 import json
-import math
 import re
 import resource
 import shlex
@@ -15,7 +14,7 @@ from quick_steps import asked, quick  # noqa: F401
 from alstlib.base.units import GIB, format_bytes, format_seconds
 from alstlib.hf.models import flos
 from alstlib.hf.public_models import PUBLIC, TRAINED
-from alstlib.planner import command, fits, progress, rendering, tables
+from alstlib.planner import command, fits, rendering, tables
 from alstlib.planner.gpus import rates_of
 from alstlib.planner.machine import read_machine
 
@@ -34,8 +33,7 @@ def planned(answer):
     return lambda more="", status=0, of=EIGHT: answer(f"plan {of} {more}", status)
 
 
-def test_a_plan_says_what_fits_and_why_and_what_is_computed_before_it(plan, monkeypatch):
-    monkeypatch.setattr(progress, "EVERY", math.inf)
+def test_a_plan_says_what_fits_and_why_and_what_is_computed_before_it(plan):
     out = plan()
     for text in ("Longest sequence:", "limits it", "80GB: 79.1 GiB", "1.9TB: 1,770 GiB on each node", "What would help",
                  "A step of it takes", "predicted, nothing was run", "highest in model.layers",
