@@ -30,6 +30,7 @@ from typing import Any
 
 from alstlib.base.config import RunConfig, not_default
 from alstlib.hf.configs import find_config, overridden
+from alstlib.planner.progress import watched
 
 SIMULATOR = "alstlib.planner.measure.answers"
 """Named, as it imports torch and what the planner predicts."""
@@ -136,18 +137,21 @@ def lines_at(question: StepQuestion, tokens: int) -> Lines:
             moments = [Moment(place, kernel, line) for place, kernel, line in found["moments"]]
             return Lines(moments, tuple(found["host"]))
     asked = question.to_dict()
-    known.append(_ask("span", {"question": asked, "tokens": tokens}))
+    chunks = f", in chunks of {question.run.chunk:,} tokens" if question.run.chunk else ""
+    with watched(f"simulating steps of {question.run.model.name}, sp={question.ranks}{chunks}"):
+        known.append(_ask("span", {"question": asked, "tokens": tokens}))
     _keep(text, {"span": {**asked, "run": not_default(question.run)}, "found": known})
     return lines_at(question, tokens)
 
 
 def facts_of(name: str, overrides: Mapping[str, Any], trust_remote_code: bool) -> dict[str, Any]:
-    """The fields of a `model_shapes.Shape`, counted on the model itself."""
+    """The fields of a `model_shapes.Shape`, watched on the model itself."""
     config = overridden(find_config(name), overrides)
     text = json.dumps(["facts", config, name if trust_remote_code else ""], sort_keys=True, default=str)
     if not (known := _known(text)):
         asked = {"name": name, "overrides": dict(overrides), "trust": trust_remote_code}
-        known.append(_ask("facts", asked))
+        with watched(f"reading the sizes of {name}"):
+            known.append(_ask("facts", asked))
         _keep(text, {"facts": asked, "found": known})
     return dict(known[0])
 

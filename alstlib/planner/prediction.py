@@ -256,6 +256,9 @@ def longest(
     does."""
     ranks = run.engine.sp or machine.gpus
     step = granule or ranks * 8
+    held = sum(states(shape, run, machine, preset).host.values()) * machine.ranks_of_node
+    if machine.host_memory is not None and held > machine.host_memory:  # nothing fits, which no step need say
+        return None
 
     @functools.cache
     def fits(seq_len: int) -> bool:

@@ -113,6 +113,11 @@ def test_the_longest_fits_and_a_longer_one_does_not():
     assert len(str(best.seq_len).rstrip("0")) <= 3
 
 
+def test_where_states_alone_are_more_than_the_host_has_nothing_is_simulated(monkeypatch):
+    monkeypatch.setattr("alstlib.planner.prediction.activations", lambda *_, **__: pytest.fail("it was simulated"))
+    assert longest(EIGHT_B, OURS, Machine(gpus=8, host_memory=60 * 10**9)) is None
+
+
 def test_what_auto_chooses_for_keys_fits_no_less_than_either_place():
     """Also where the host has room for the hidden states, and not for one layer's keys and values beside them."""
     for gpus, memory in itertools.product((1, 8, 16, 32), (400, 1900)):

@@ -23,6 +23,7 @@ from alstlib.planner.fits import KERNEL, REFERENCE, StepQuestion, part_of
 from alstlib.planner.measure.deep import PROBE, Deep
 from alstlib.planner.measure.scope import ATTENTION, STATES, category
 from alstlib.planner.measure.simulate import whole_model
+from alstlib.planner.progress import watched
 
 
 def answer(what: str, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,8 +63,9 @@ def span(question: str, tokens: int) -> dict[str, Any]:
     (`Deep.lengths`)."""
     deep = _deep(question)
     lengths, low, high = deep.lengths(tokens)
-    found, further = [deep.at(tokens * deep.ranks) for tokens in lengths], lengths[-1] - lengths[0]
-    first, then = found[0], found[-1]
+    with watched("lengths", lengths) as each:
+        found = [deep.at(tokens * deep.ranks) for tokens in each]
+    first, then, further = found[0], found[-1], lengths[-1] - lengths[0]
 
     def line(here: float, there: float) -> tuple[float, float]:
         slope = (there - here) / further if further else 0.0
