@@ -38,7 +38,7 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernel
 
 LESSONS = 24
 """How many there are, counted by hand, so that a lost lesson is seen (index.ipynb is none)."""
-PAGES = ("index",)
+PAGES = ("index", "one_gpu")
 """Notebooks that are executed and stored as lessons are, and are none."""
 SECONDS, ALL_SECONDS = 180, 450
 """Limits of one lesson, and of all when `AT_ONCE` run at a time; the environment's ALST_SLOW multiplies them. All shall
