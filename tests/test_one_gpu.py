@@ -29,7 +29,9 @@ def test_a_stored_plan_is_what_its_command_says(name):
     found, stored = question.at(tokens), STORED[name]["plan"]
     for where in ("device", "host"):
         assert found.to_dict()[where]["by_category"] == pytest.approx(stored[where]["by_category"], rel=0.01)
+        assert found.to_dict()[where]["peak"] == pytest.approx(stored[where]["peak"], rel=0.01)
     assert found.activations.disk == pytest.approx(stored["disk"]["peak"], rel=0.01)
+    assert found.seconds["step"] == pytest.approx(stored["step_seconds"]["step"], rel=0.01)
 
 
 @pytest.mark.simulates
