@@ -20,7 +20,7 @@ Part = TypeVar("Part")
 EVERY = 10.0
 
 
-class _Lines(Progress):
+class _Shown(Progress):
     """One line for each loop that is under way, the outermost first."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class _Lines(Progress):
             print(f"alst: {'; '.join(task.description for task in self.tasks)}", file=sys.stderr, flush=True)
 
 
-_SHOWN: ContextVar[_Lines | None] = ContextVar("shown", default=None)
+_SHOWN: ContextVar[_Shown | None] = ContextVar("shown", default=None)
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def watched(what: str, parts: Collection[Part] = ()) -> Iterator[Iterator[Part]]
     """The parts, of which is shown which one is under way and about how long it takes until all are done, while the
     block goes through them."""
     outer, began = _SHOWN.get(), time.monotonic()
-    shown = _Lines() if outer is None else outer
+    shown = _Shown() if outer is None else outer
     token, line = _SHOWN.set(shown), shown.add_task(what)
 
     def each() -> Iterator[Part]:
