@@ -145,7 +145,7 @@ def lines_at(question: StepQuestion, tokens: int) -> Lines:
 
 
 def facts_of(name: str, overrides: Mapping[str, Any], trust_remote_code: bool) -> dict[str, Any]:
-    """The fields of a `model_shapes.Shape`, watched on the model itself."""
+    """The fields of a `model_shapes.Shape`, counted on the model itself."""
     config = overridden(find_config(name), overrides)
     text = json.dumps(["facts", config, name if trust_remote_code else ""], sort_keys=True, default=str)
     if not (known := _known(text)):

@@ -18,6 +18,7 @@ from alstlib.base.units import format_seconds
 
 Part = TypeVar("Part")
 EVERY = 10.0
+"""Seconds between two lines where they cannot change."""
 
 
 class _Shown(Progress):
@@ -58,11 +59,11 @@ def watched(what: str, parts: Collection[Part] = ()) -> Iterator[Iterator[Part]]
             yield part
 
     try:
-        if outer is None:
+        if outer is None and not shown.disable:
             shown.start()
         yield each()
     finally:
         shown.remove_task(line)
-        if outer is None:
+        if outer is None and not shown.disable:  # before rich 15 it would print an empty line
             shown.stop()
         _SHOWN.reset(token)

@@ -37,7 +37,7 @@ FARTHEST = 2**50
 
 def kinds_of_layers(layers: Sequence[nn.Module]) -> list[Any]:
     """What each decoder layer is, in order: the classes and the settings of its modules. Numbers that differ from layer
-    to layer throughout, such as the layer's own, are not watched."""
+    to layer throughout, such as the layer's own, are not counted."""
     seen: list[dict[tuple[str, str], Any]] = [
         {
             (path, name): value
