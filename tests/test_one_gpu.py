@@ -1,6 +1,7 @@
 """The page on one GPU: what it stores is planned now too, and smaller runs take what is planned of them."""
 
 import json
+import random
 
 import one_gpu
 import pytest
@@ -23,12 +24,13 @@ def test_its_claims_are_stored_and_fit():
 
 
 @pytest.mark.simulates
-@pytest.mark.parametrize("name", one_gpu.CLAIMS)
-def test_a_stored_plan_is_what_its_command_says(name):
+def test_a_stored_plan_is_what_its_command_says():
+    """One of them, drawn anew each time: an answer takes half a minute of processor time."""
+    name = random.choice([*one_gpu.CLAIMS])
     question, tokens = one_gpu.asked(one_gpu.CLAIMS[name])
     found, stored = question.at(tokens), STORED[name]["plan"]
     for where in ("device", "host"):
-        assert found.to_dict()[where]["by_category"] == pytest.approx(stored[where]["by_category"], rel=0.01)
+        assert found.to_dict()[where]["by_category"] == pytest.approx(stored[where]["by_category"], rel=0.01), name
         assert found.to_dict()[where]["peak"] == pytest.approx(stored[where]["peak"], rel=0.01)
     assert found.activations.disk == pytest.approx(stored["disk"]["peak"], rel=0.01)
     assert found.seconds["step"] == pytest.approx(stored["step_seconds"]["step"], rel=0.01)
