@@ -54,7 +54,7 @@ site-tools: setup ## install what `make site` needs into .venv
 site: site-tools ## build the lessons, their solutions and the API as web pages in build/site, and check them
 	$(BIN)/python notebooks/site/builder.py $(ARGS)
 
-# SOURCE is where pip finds this library: git+https://... of a repository, or the address of a wheel.
+# SOURCE is where pip finds this library: a repository behind git+, or the address of a wheel.
 colab: setup ## SOURCE=... makes 90_minutes and lessons 00 to 02 for Colab in build/colab, each one file
 	$(BIN)/python notebooks/site/colab.py $(SOURCE) $(ARGS)
 

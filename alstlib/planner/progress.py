@@ -21,7 +21,7 @@ EVERY = 10.0
 """Seconds between two lines where they cannot change."""
 
 
-class _Shown(Progress):
+class _Loops(Progress):
     """One line for each loop that is under way, the outermost first."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class _Shown(Progress):
             print(f"alst: {'; '.join(task.description for task in self.tasks)}", file=sys.stderr, flush=True)
 
 
-_SHOWN: ContextVar[_Shown | None] = ContextVar("shown", default=None)
+_SHOWN: ContextVar[_Loops | None] = ContextVar("shown", default=None)
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def watched(what: str, parts: Collection[Part] = ()) -> Iterator[Iterator[Part]]
     """The parts, of which is shown which one is under way and about how long it takes until all are done, while the
     block goes through them."""
     outer, began = _SHOWN.get(), time.monotonic()
-    shown = _Shown() if outer is None else outer
+    shown = _Loops() if outer is None else outer
     token, line = _SHOWN.set(shown), shown.add_task(what)
 
     def each() -> Iterator[Part]:
