@@ -39,6 +39,7 @@ MEANING = {
     "mlp": "what one tile of the MLP or of the experts makes",
     "loss": "the head, one tile of logits, the loss",
     "checkpoints": "inputs of layers, kept for backward",
+    "vision tower": "what the tower makes and keeps of images",
     "process": "Python and libraries of one rank's process",
 }
 """What is counted in each category of memory."""
