@@ -1,6 +1,6 @@
 # Each target sets up .venv first (env/install.sh; nothing to do when it matches its lock).
 .DEFAULT_GOAL := help
-.PHONY: help setup ablation ablation-full parity lab lessons check-lessons screenshots site site-tools liger test test-all test-elsewhere test-faults test-slurm test-compat mutations sweep referee resolve release lint clean
+.PHONY: help setup ablation ablation-full parity lab colab lessons check-lessons screenshots site site-tools liger test test-all test-elsewhere test-faults test-slurm test-compat mutations sweep referee resolve release lint clean
 BIN := .venv/bin
 export TOKENIZERS_PARALLELISM := false
 ARGS ?=
@@ -27,11 +27,14 @@ parity: setup ## train the same data with and without sequence parallelism, comp
 
 # What is first on JUPYTER_PATH wins over kernels of the same name elsewhere (your own, conda's, the system's).
 # The root is the checkout, so that notebooks can link to the README and the specs. The address that is printed, for
-# those without a browser here, is that of the landing notebook too.
+# those without a browser here, is that of the landing notebook too. The file browser lists what a reader opens, and
+# not what the notebooks import.
+HELPERS := __pycache__ checks images layer_timeline.py step_profiles.py
 lab: setup ## open JupyterLab on the landing notebook: copies of the notebooks in work/, to run and to change
 	@$(BIN)/python notebooks/work.py
 	JUPYTER_PATH="$$(cd $(BIN)/.. && pwd)/share/jupyter$${JUPYTER_PATH:+:$$JUPYTER_PATH}" \
 		$(BIN)/jupyter lab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/work/index.ipynb \
+		$(HELPERS:%=--ContentsManager.hide_globs=%) \
 		$(if $(filter 0,$(shell id -u)),--allow-root) work/index.ipynb $(ARGS)
 
 lessons: setup ## run all lessons anew and store their outputs and solutions
@@ -50,6 +53,10 @@ site-tools: setup ## install what `make site` needs into .venv
 
 site: site-tools ## build the lessons, their solutions and the API as web pages in build/site, and check them
 	$(BIN)/python notebooks/site/builder.py $(ARGS)
+
+# SOURCE is where pip finds this library: git+https://... of a repository, or the address of a wheel.
+colab: setup ## SOURCE=... makes 90_minutes and lessons 00 to 02 for Colab in build/colab, each one file
+	$(BIN)/python notebooks/site/colab.py $(SOURCE) $(ARGS)
 
 # One thread a process: the ranks that the tests start share the cores. Most tests keep one core busy, so two of them run
 # at a time; each half has ranks of its own. Nothing is fetched from a hub.

@@ -12,6 +12,7 @@ from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import Shape
 from alstlib.planner.step_time import (
     attention_flops,
+    attention_passes,
     attention_rates,
     exchange_bytes,
     linear_flops,
@@ -74,10 +75,16 @@ def layer_spans(
     elif run.options.checkpoint:
         back = [(lane, f"{what} again" if lane == COMPUTE else what, seconds) for lane, what, seconds in there]
     remade = made_again(shape, found)
+    served = attention_passes(run, remade, kept)[1]
+    running = 1 - (served - kept)  # the share of recomputes that run attention, where its outputs are not kept at all
+    recompute = [
+        (lane, what, seconds * (running if lane == EXCHANGE or what == "attention again" else 1))
+        for lane, what, seconds in back
+    ]
     back = [
         (lane, f"{what} for an input" if lane == COMPUTE else what, seconds * remade) for lane, what, seconds in back
-    ] + back
-    sent = query + kept * (query + 2 * kv + row_sums)  # outputs' gradients; and what kept outputs did not need again
+    ] + recompute
+    sent = query + served * (query + 2 * kv + row_sums)  # outputs' gradients; and what kept outputs did not need again
     times = products_of_backward(run)
     back += [
         (COMPUTE, "keys, values again", projections * (run.chunk is not None)),

@@ -38,6 +38,8 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernel
 
 LESSONS = 24
 """How many there are, counted by hand, so that a lost lesson is seen (index.ipynb is none)."""
+PAGES = ("index", "one_gpu")
+"""Notebooks that are executed and stored as lessons are, and are none."""
 SECONDS, ALL_SECONDS = 180, 450
 """Limits of one lesson, and of all when `AT_ONCE` run at a time; the environment's ALST_SLOW multiplies them. All shall
 take less than 300 seconds on two quiet cores; machines differ by half, and a slow one is no defect of a lesson.
@@ -51,7 +53,7 @@ WORDS = 2_000
 """At most in a lesson's markdown, its card, tables and exercises included; see `words`."""
 ROOT = Path(__file__).resolve().parents[1]
 CARD = ("Question", "You need to know", "Belongs to", "Run time", "Hardware")
-SECTIONS = ("Remember", "Next", "Exercises")
+SECTIONS = ("Remember", "Exercises", "Next")
 UNANSWERED, RIGHT = "not answered yet", "right"
 WIDGETS = "application/vnd.jupyter.widget"
 
@@ -105,8 +107,9 @@ def lessons(root: Path = ROOT) -> list[Path]:
 
 
 def notebooks(root: Path = ROOT) -> list[Path]:
-    """The lessons, and index.ipynb where it exists: what is executed."""
-    return [*(p for p in [root / "notebooks" / "index.ipynb"] if p.exists()), *lessons(root)]
+    """The lessons, and the pages that are no lessons, where they exist: what is executed."""
+    pages = (root / "notebooks" / f"{name}.ipynb" for name in PAGES)
+    return [*(p for p in pages if p.exists()), *lessons(root)]
 
 
 def twins(root: Path = ROOT) -> list[Path]:
@@ -554,10 +557,8 @@ def sectioned(book: Notebook) -> Iterator[str]:
     found = headings(book)
     if tuple(found[-3:]) != SECTIONS:
         yield f"the last sections are {found[-3:]}, not {list(SECTIONS)}"
-    text = "\n".join(c.source for c in book.markdown)
-    following = re.search(r"(?ms)^## Next$(.*?)(?:^## |\Z)", text)
-    if following and not re.search(r"\]\([^)]+\.ipynb", following[1]):
-        yield "'## Next' links no notebook"
+    if not re.match(r"## Next\n[^#]*?\]\([^)]+\.ipynb", book.nb.cells[-1].source):
+        yield "the last cell is not '## Next' with a link to a notebook"
 
 
 def drilled(book: Notebook) -> Iterator[str]:

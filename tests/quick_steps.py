@@ -4,13 +4,14 @@ What a real step takes is tested in tests/measure and against real ranks; here i
 with."""
 
 import argparse
+import math
 import shlex
 
 import pytest
 
 from alstlib.base.config import RunConfig
 from alstlib.base.sizing import kv_needed
-from alstlib.planner import command, fits
+from alstlib.planner import command, fits, progress
 from alstlib.planner.model_shapes import read_shape
 
 TILE = {"loss": 1024, "mlp": 16_384}
@@ -67,7 +68,9 @@ def _sum(one, other):
 
 @pytest.fixture(autouse=True)
 def quick(request, monkeypatch):
-    """Such steps in place of simulated ones, unless a test is marked `simulates`; sizes of models are real."""
+    """Such steps in place of simulated ones, unless a test is marked `simulates`; sizes of models are real. However
+    slow the machine is, no line says how much is left."""
+    monkeypatch.setattr(progress, "EVERY", math.inf)
     if request.node.get_closest_marker("simulates"):
         return
     ask, known = fits._ask, fits._known

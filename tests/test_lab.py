@@ -281,6 +281,15 @@ def test_the_printed_address_is_the_landing_notebooks(lab):
     assert all("/lab/tree/work/index.ipynb?token=" in address for address in printed), printed
 
 
+def test_the_file_browser_lists_what_a_reader_opens(lab):
+    """Lessons, pages and the folder of solutions, and not what they import."""
+    site, token = lab[1].split("/lab/")[0], lab[1].split("token=")[1]
+    with urllib.request.urlopen(f"{site}/api/contents/work?token={token}", timeout=60) as answer:
+        names = {entry["name"] for entry in json.load(answer)["content"]}
+    assert names >= {"index.ipynb", "00_where_memory_goes.ipynb", "tiny_alst.py", "training.md", "solutions"}
+    assert names & {"checks", "images", "step_profiles.py", "layer_timeline.py", "__pycache__"} == set()
+
+
 def test_the_pictures_of_the_pages_show_what_is_there():
     made = json.loads((IMAGES / "screenshots.json").read_text(encoding="utf-8"))
     assert made == taken(IMAGES), (

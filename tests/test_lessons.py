@@ -31,8 +31,7 @@ def test_no_lesson_is_lost():
 
 def next_of(path):
     """The first notebook that a lesson's last words lead to."""
-    end = "\n".join(c.source for c in lessons.Notebook(path).markdown).split("\n## Next\n")[1].split("\n## ")[0]
-    return path.with_name(re.search(r"\]\((\w+\.ipynb)", end)[1])
+    return path.with_name(re.search(r"\]\((\w+\.ipynb)", lessons.Notebook(path).nb.cells[-1].source)[1])
 
 
 def test_next_leads_from_the_first_notebook_through_every_lesson():
@@ -93,15 +92,12 @@ END = """## Remember
 
 - Numbers add up.
 
-## Next
-
-[01 again](01_demo.ipynb)
-
 ## Exercises
 
 ### Exercise 1
 
 Add them."""
+NEXT = "## Next\n\n[01 again](01_demo.ipynb)"
 FIGURE = """display({"image/png": "iVBORw0KGgo=", "text/plain": "a figure"}, raw=True)
 display({"text/markdown": "| a | b |\\n|---|---|\\n| 1 | 2 |\\n"}, raw=True)"""
 CHECKS = """def judge(name, function):
@@ -126,6 +122,7 @@ def lesson():
         new_markdown_cell(END, id="end"),
         new_code_cell(UNWRITTEN, id="answer", metadata={"tags": ["exercise"], "solution": FIVE}),
         new_code_cell('judge("01.1", mine)', id="check", metadata={"tags": ["check"]}),
+        new_markdown_cell(NEXT, id="next"),
     ])  # fmt: skip
 
 
@@ -172,7 +169,7 @@ def test_run_stores_the_lesson_and_its_twin(good):
     assert cell(twin.nb, "answer").source == FIVE
     assert "solution" not in cell(twin.nb, "answer").metadata
     assert "(../../README.md)" in cell(twin.nb, "card").source
-    assert "(../01_demo.ipynb)" in cell(twin.nb, "end").source
+    assert "(../01_demo.ipynb)" in cell(twin.nb, "next").source
 
 
 def put(name, **fields):
@@ -233,7 +230,7 @@ BROKEN = {
         store("said", new_output("display_data", {"text/html": "<svg></svg>"})),
     ),
     "linked": (
-        replace("end", "01_demo.ipynb", "02_demo.ipynb"),
+        replace("next", "01_demo.ipynb", "02_demo.ipynb"),
         replace("card", "tests/test_demo.py", "tests/test_lost.py"),
     ),
     "carded": (
@@ -248,7 +245,8 @@ BROKEN = {
     "brief": (replace("card", "It is computed", "word " * 1980 + "It is computed"),),
     "sectioned": (
         replace("end", "## Exercises", "## Questions"),
-        replace("end", "[01 again](01_demo.ipynb)", "Nothing."),
+        replace("next", "[01 again](01_demo.ipynb)", "Nothing."),
+        lambda nb: nb.cells.insert(1, nb.cells.pop()),
     ),
     "drilled": (
         drop("answer", "tags"),
@@ -256,7 +254,7 @@ BROKEN = {
         about("answer", solution="mine ="),
         about("answer", solution="yours = 5"),
         drop("check", "tags"),
-        lambda nb: nb.cells.pop(),
+        lambda nb: nb.cells.pop(-2),
         replace("end", "### Exercise 1", "### Exercise 2"),
         lambda nb: nb.cells.append(new_code_cell("three = 3", id="more")),
     ),

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from cases import check_refused
 from conftest import free_port
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from trainers import accelerate_here
 
 import alstlib
 
@@ -77,6 +78,21 @@ def from_meshes(rank, world):
 
 def test_a_mesh_of_any_layout_gives_the_ranks(ranks4):
     ranks4(from_meshes)
+
+
+def from_accelerate(rank, world):
+    """The ranks of a sample in the mesh that Accelerate makes; with `sp_size` it makes none."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+
+    with accelerate_here("fsdp2"):
+        parallel, shards = ParallelismConfig(dp_shard_size=2, cp_size=2), FullyShardedDataParallelPlugin(fsdp_version=2)
+        accelerator = Accelerator(parallelism_config=parallel, fsdp_plugin=shards)
+        assert alstlib.SPContext.from_mesh(accelerator.torch_device_mesh["cp"]) == alstlib.SPContext.create(2)
+    assert ParallelismConfig(sp_size=2).get_device_mesh("cpu") is None
+
+
+def test_the_mesh_of_accelerate_gives_the_ranks(ranks4):
+    ranks4(from_accelerate)
 
 
 CASE = matrix.Case("llama", "2x2")

@@ -18,7 +18,8 @@ from exactness import page as referee_page
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from alstlib.runs import results
+from alstlib.base.config import RunConfig, merged
+from alstlib.runs import launch, results
 
 ROOT = Path(__file__).resolve().parents[1]
 LOCKS = sorted(ROOT.glob("env/*-py*.txt"))
@@ -215,6 +216,85 @@ def test_the_check_leaves_out_what_another_torch_brings(tmp_path, monkeypatch, c
     assert [line.split(":")[0] for line in check.differences(lock)] == ["nvidia-nvjitlink"]
 
 
+# Images
+
+
+def lines_in(text):
+    """Lines without comments, where one that ends with a backslash goes on in the next."""
+    whole = re.sub(r"\\\n\s*", " ", text)
+    return [line for line in whole.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+
+
+def sections(text):
+    """Of an Apptainer definition: its header, and the lines below each section's name."""
+    found, name = {"": []}, ""
+    for line in lines_in(text):
+        if line.startswith("%"):
+            name = line.strip()
+        found.setdefault(name, [])
+        found[name] += [] if line.startswith("%") else [line.strip()]
+    return found
+
+
+def commands_of(lines):
+    """Single commands of a shell script, with what they need set before them; refuses what a shell cannot parse."""
+    done = subprocess.run(["sh", "-n"], input="\n".join(lines), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    parts = [part.partition(" #")[0].strip() for line in lines for part in line.split("&&")]
+    return [part for part in parts if part]
+
+
+def test_the_definitions_of_images_make_the_same_environment():
+    """As far as can be known without Docker and Apptainer, which no machine of ours had with a network."""
+    docker = [line.partition(" ")[::2] for line in lines_in(text_of("env/Dockerfile"))]
+    apptainer = sections(text_of("env/apptainer.def"))
+    assert docker[0][0] == "FROM"
+    assert {word for word, _ in docker} <= {"FROM", "RUN", "ENV", "WORKDIR", "COPY", "CMD"}
+    assert set(apptainer) <= {"", "%files", "%post", "%environment", "%runscript"}
+    header = dict(line.split(": ") for line in apptainer[""])
+    assert header == {"Bootstrap": "docker", "From": docker[0][1]}
+    python = re.fullmatch(r"python:3\.(\d+)-slim-bookworm", header["From"])[1]
+    assert ROOT / f"env/cuda-py3{python}.txt" in LOCKS
+    made = commands_of([text for word, text in docker if word == "RUN"])
+    post = commands_of(apptainer["%post"])
+    install = next(line for line in made if line.startswith("apt-get install"))
+    assert {"make", "git", "build-essential"} <= set(install.split())  # what env/install.sh calls
+    own = ("cd ", "rm -rf .venv")  # what a copy without a list of what to leave out needs
+    assert [line.removeprefix("ALST_DEVICE=cuda ") for line in post if not line.startswith(own)] == made
+    targets = [line.split()[1] for line in made if line.startswith("make ")]
+    assert set(targets) <= make_targets()
+    env = dict(pair.split("=", 1) for word, text in docker if word == "ENV" for pair in text.split())
+    assert env["ALST_DEVICE"] == "cuda"
+    assert apptainer["%environment"] == [f"export PATH={env['PATH']}"]
+    folder = env["PATH"].removesuffix("/.venv/bin:$PATH")
+    places = [text for word, text in docker if word in ("WORKDIR", "COPY")]
+    assert places == [folder, ". .", "/runs"]
+    assert (apptainer["%files"], post[3]) == ([f". {folder}"], f"cd {folder}")
+    assert json.loads(dict(docker)["CMD"])[0] == "alst"
+    assert commands_of(apptainer["%runscript"]) == ['exec alst "$@"']
+
+
+def test_an_image_gets_nothing_that_git_ignores():
+    left = set(text_of("env/Dockerfile.dockerignore").split())
+    ignored = {line.rstrip("/") for line in text_of(".gitignore").split()}
+    assert {name.removeprefix("**/") for name in left} >= ignored - {"papermill_runs/results/**/report.html"}
+
+
+def test_the_example_of_four_nodes_runs_on_four_nodes():
+    """Its spec takes all of their GPUs, and its lines are those that the programs print."""
+    section = text_of("env/README.md").partition("### An example: 4 nodes with 8 GPUs")[2].partition("\n## ")[0]
+    (spec,) = set(re.findall(r"sbatch --nodes=4 env/cluster/alst\.sbatch (\S+)", section))
+    given = yaml.safe_load(text_of(spec))
+    base, rows = given["base"], given["rows"]
+    with_gpu = merged({k: v for k, v in base.items() if k not in ("cpu", "cuda")}, base["cuda"])
+    for row in rows:
+        own = {name: value for name, value in row.items() if name not in ("name", "cpu", "cuda")}
+        run = RunConfig.from_dict(with_gpu).replace(**merged(own, row.get("cuda", {})))
+        assert launch.resolve(run, 4, 8).engine.world_size == 32
+    assert f"`{given['name']}: {len(rows)} rows, results in " in section
+    assert "starting 32 ranks on 4 nodes" in section
+
+
 # Continuous integration
 
 
@@ -226,6 +306,7 @@ test-all       | no tests ran in 0.01s              | fails
                | 10 deselected in 0.01s             | fails
 test-all       | 1 failed, 3 passed in 0.10s        | fails
 test-all       | 3 passed, 1 error in 0.10s         | fails
+site-tools     | 3 passed in 0.10s                  | fails
 lint           | 3 passed in 0.10s                  | fails
 check-lessons  | 3 passed in 0.10s                  | fails
 site           | 3 passed in 0.10s                  | fails
@@ -251,9 +332,11 @@ esac
     done = run([ROOT / ".ci/run"], tmp_path)
     assert (done.returncode != 0) == bool(fails), done.stdout
     assert done.stdout.splitlines()[-1] == ("pytest gave no summary" if output == "nothing" else output)
-    first, *rest = (tmp_path / "called").read_text().split()
-    assert (first, sorted(rest[:2])) == ("site-tools", ["lint", "site"])
-    assert rest[2:] == ["test-all", "test-elsewhere", "test-compat", "check-lessons"]
+    called = (tmp_path / "called").read_text().split()
+    beside = ["lint", "site", "test-compat"]  # run while the tests run
+    assert called[0] == "site-tools"
+    assert [target for target in called[1:] if target in beside] == beside
+    assert [target for target in called[1:] if target not in beside] == ["test-all", "test-elsewhere", "check-lessons"]
 
 
 def make_targets():

@@ -161,10 +161,10 @@ def test_navigation_is_in_the_order_of_the_lessons(site):
         ("Lessons", "", ""),
         ("", "01_first.html", "01 First"),
         ("", "02_second.html", "02 Second"),
-        ("Solutions", "", ""),
-        ("", "solutions/01_first.html", "01 First"),
         ("Reference", "", ""),
         ("", "../README.html", "The project"),
+        ("Solutions", "", ""),
+        ("", "solutions/01_first.html", "Solutions of 01"),
     ]
     assert "<h1>Solutions: First: a lesson<" in (site / "notebooks/solutions/01_first.html").read_text()
     assert "url=notebooks/index.html" in (site / "index.html").read_text()
@@ -322,6 +322,17 @@ def test_a_browser_shows_the_machine_of_the_address(tmp_path):
 
 
 # The real one
+
+
+def test_no_page_speaks_of_menus_or_keys(tmp_path):
+    """Which the site has not; the index in JupyterLab does."""
+    builder.stage(ROOT, tmp_path)
+    spoken = re.compile(r"\*(Run|Kernel|File)\*|Run All|Restart Kernel|\bmenu\b|Shift\+|\(Tab\)")
+    assert spoken.search((ROOT / builder.INDEX).read_text(encoding="utf-8"))
+    pages = sorted((tmp_path / "notebooks").rglob("*.ipynb"))
+    assert len(pages) > 40
+    said = {p.name: spoken.search(json.dumps(json.loads(p.read_text(encoding="utf-8"))["cells"])) for p in pages}
+    assert {name: found[0] for name, found in said.items() if found} == {}
 
 
 def test_the_public_face_is_documented():

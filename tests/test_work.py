@@ -1,6 +1,7 @@
 """The copies of notebooks that `make lab` opens (notebooks/work.py)."""
 
 import json
+import re
 
 import pytest
 import work
@@ -82,6 +83,16 @@ def test_all_lessons_are_copied_with_what_they_import(tmp_path):
     known = {p.relative_to(ROOT / "notebooks") for p in repository_files() if ROOT / "notebooks" in p.parents}
     lost = {p for p in known if not (tmp_path / p).exists()}
     assert {p.parts[0] for p in lost} == {"lessons.py", "work.py", "site"}
+
+
+def test_next_leads_from_copies_to_copies(tmp_path):
+    """Of lessons and of their solutions: the last cell's links."""
+    work.refresh(work=tmp_path)
+    for path in sorted([*tmp_path.glob("[0-9]*.ipynb"), *tmp_path.glob("solutions/*.ipynb")]):
+        last = "".join(json.loads(path.read_text(encoding="utf-8"))["cells"][-1]["source"])
+        links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", last)]
+        assert links, path
+        assert [link for link in links if not (path.parent / link).exists()] == [], path
 
 
 def test_git_ignores_the_copies():

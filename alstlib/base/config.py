@@ -24,6 +24,7 @@ from alstlib.base.options import (
     Count,
     Fields,
     FlagOrAuto,
+    FlagOrNvme,
     Name,
     Natural,
     Options,
@@ -77,6 +78,9 @@ class Model(ConfigGroup):
     installed and support the model."""
     lora: Fields | None = None
     """Fine-tuning: fields of peft's LoraConfig, such as {r: 16}; None: all weights are trained."""
+    bits: Literal[4] | None = None
+    """Planning: 4 for an adapter on linear modules in 4 bits, as bitsandbytes has them with double quantization
+    (QLoRA); None: in `dtype`. Runs refuse it: a script of one's own loads such a model and trains it."""
 
 
 class Data(ConfigGroup):
@@ -99,6 +103,12 @@ class Data(ConfigGroup):
     """Fine-tuning: whether more than 1% of the rows of the data may be left out."""
 
 
+WEIGHTS_ON_DISK = (
+    "DeepSpeed 0.19.8 loses count of its buffers for weights on a disk where layers run again for their backward ('Not "
+    "enough buffers', 'already assigned swap buffer')"
+)
+
+
 class Engine(ConfigGroup):
     """On which ranks it runs, and where these keep weights, gradients and the optimizer's states."""
 
@@ -108,10 +118,12 @@ class Engine(ConfigGroup):
     """The sequence-parallel degree: ranks that share one sample; 0: all ranks."""
     zero_stage: Stage = 3
     """The stage of DeepSpeed ZeRO, 0 to 3."""
-    offload_optimizer: bool = True
-    """Whether ZeRO keeps the optimizer states in the host's memory."""
-    offload_params: bool = False
-    """Whether ZeRO-3 keeps the weights in the host's memory."""
+    offload_optimizer: FlagOrNvme = True
+    """Whether ZeRO keeps the optimizer states in the host's memory; 'nvme': ZeRO-3 keeps them in files."""
+    offload_params: FlagOrNvme = False
+    """Whether ZeRO-3 keeps the weights in the host's memory; 'nvme' is refused."""
+    nvme_path: Text | None = None
+    """With offload_optimizer='nvme', the folder on a local disk where each run has files, which end with it."""
     prefetch: bool = True
     """Whether ZeRO-3 gathers weights ahead of their layer; False lowers the peak."""
     fsdp: bool = False
@@ -125,9 +137,23 @@ class Engine(ConfigGroup):
                 f"sp={self.sp} does not divide world_size={self.world_size}: use sp={fitting}, or world_size={self.sp}"
             )
         if self.offload_params and self.zero_stage != 3:
-            raise ValueError(f"offload_params=True needs zero_stage=3, not {self.zero_stage}")
+            raise ValueError(f"offload_params={self.offload_params!r} needs zero_stage=3, not {self.zero_stage}")
         if self.offload_optimizer and self.zero_stage == 0:
             raise ValueError("offload_optimizer=True needs zero_stage 1, 2 or 3, not 0")
+        if self.offload_optimizer == "nvme" and self.zero_stage != 3:
+            raise ValueError(
+                f"offload_optimizer='nvme' needs zero_stage=3, not {self.zero_stage}: DeepSpeed's other stages would "
+                "keep the states in the host's memory, as offload_optimizer=True does"
+            )
+        if self.offload_params == "nvme":
+            raise ValueError(f"offload_params='nvme': {WEIGHTS_ON_DISK}; use offload_params=True")
+        if self.offload_optimizer == "nvme" and self.fsdp:
+            raise ValueError("offload_optimizer='nvme' is DeepSpeed's: leave fsdp out")
+        if (self.offload_optimizer == "nvme") != (self.nvme_path is not None):
+            raise ValueError(
+                f"nvme_path={self.nvme_path!r} must be a folder on a local disk, such as '/scratch', with "
+                "offload_optimizer='nvme', and None without"
+            )
         return self
 
 
@@ -272,6 +298,10 @@ class RunConfig(Settings):
         if self.output.merge_lora and self.model.lora is None:
             raise ValueError(
                 "output.merge_lora=True merges an adapter into the model: give model.lora too, such as {'r': 16}"
+            )
+        if self.model.bits is not None and self.model.lora is None:
+            raise ValueError(
+                f"model.bits={self.model.bits} is for weights that are not trained: give model.lora={{'r': 16}}"
             )
         if self.data.packed and self.data.batch_size > 1:
             raise ValueError(

@@ -76,6 +76,7 @@ Tile = Annotated[
     Works("True, False or a tile of at least 1 token"),
 ]
 FlagOrAuto = Annotated[bool | Literal["auto"], Works("True, False or 'auto'")]
+FlagOrNvme = Annotated[bool | Literal["nvme"], Works("True, False or 'nvme'")]
 Rate = Annotated[_Number, Field(ge=0, allow_inf_nan=False), Works("a number of at least 0, such as 1e-4")]
 Seconds = Annotated[_Number, Field(ge=0, allow_inf_nan=False), Works("a number of at least 0, such as 3600")]
 Text = Annotated[str, BeforeValidator(_path), Works("a text")]
@@ -258,7 +259,7 @@ class Options(Settings):
         Works("None, a folder, or a mapping such as {'folder': '/scratch', 'bytes': '1TB'}"),
     ] = None
     """With offload, a folder on a local disk (NVMe) for the checkpoints that the host has no room for: layers' inputs
-    and attention outputs. They pass through the host's memory, which holds those of three layers on their way. Rotary
+    and attention outputs. They pass through the host's memory, which holds their share of three layers. Rotary
     tables, gradients of hidden states, and keys and values in pages stay on the host. A mapping has the bytes that each
     rank may take: {"folder": "/scratch", "bytes": "1TB"}."""
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,12 @@ def tile_of_sums(tokens: int, tile: int, sums: float, made: float) -> int:
     worth = int(sums / made) if made else 0
     tile = max(tile, worth)
     return max(tokens, 1) if tokens <= tile + worth else tile
+
+
+def causal_pairs(tokens: int, window: int = 0) -> float:
+    """Pairs of a query and a key that a layer's causal attention computes in a document: half of the square, or what
+    lies in a sliding window of so many keys (0: no window)."""
+    return window * (tokens - window / 2) if 0 < window < tokens else tokens**2 / 2
 
 
 def zero_bucket(parameters: int) -> int:
@@ -220,14 +227,73 @@ def kept_with_disk(
     return *alone, 0
 
 
-def bytes_away(room: int, needed: int, staged: int, movable: int) -> int:
-    """Bytes of checkpoints that a forward sends to a disk, where `kept_with_disk` found `staged` bytes on their way.
+PAGE = 4096
+"""Bytes to which memory, lengths and places in a file are aligned: direct access to a disk wants it."""
+
+
+def padded(nbytes: int) -> int:
+    """Bytes of the pages that so many bytes lie in."""
+    return -(-nbytes // PAGE) * PAGE
+
+
+class Spread:
+    """Which tensors stay on the host of those that come one after the other, of whose `movable` bytes so many go `away`
+    to a disk: as many stay, evenly spread, as is their share of the bytes."""
+
+    def __init__(self, away: int, movable: int) -> None:
+        self.away, self.movable, self._due = away, movable, 0
+
+    def stays(self, nbytes: int) -> bool:
+        """Whether the next tensor, of so many bytes, stays."""
+        self._due += (self.movable - self.away) * nbytes
+        if self.away and self._due < self.movable * nbytes:
+            return False
+        self._due -= self.movable * nbytes
+        return True
+
+
+MANY = 8
+"""Pieces of a layer's attention output that are told apart; with more chunks one of them may be on its way besides."""
+STEPS = 2**12
+"""Shares of the checkpoints that may go to a disk."""
+
+
+def sent_away(
+    room: int, others: int, layers: int, input_bytes: int, outputs: Sequence[int], kept: Container[int], chunks: int = 0
+) -> tuple[Spread, int, int]:
+    """The least that a forward sends to a disk, so that the host's `room` holds the rest and what is on its way: the
+    share of it of three layers.
 
     Args:
-        needed: bytes of the host and the disk together, attention outputs included.
-        movable: bytes of checkpoints among them.
+        others: bytes that must stay on the host.
+        outputs: bytes of each tensor of a layer's attention output.
+        kept: the layers whose outputs are kept, by their places.
+        chunks: how many a layer runs in, each of which keeps its part; 0: layers run whole.
+
+    Returns:
+        (what says it of each tensor, bytes on the disk, host bytes that are on their way at most). Where nothing makes
+        room enough, all is sent, and the room that is left has to do.
     """
-    return min(movable, max(0, needed + staged - room)) if staged else 0
+    pieces = max(1, min(chunks, MANY))
+    each = [[nbytes // pieces for nbytes in outputs] * pieces * (i in kept) for i in range(layers)]
+    tensors = [[*of, input_bytes] if chunks else [input_bytes, *of] for of in each]
+    movable = sum(map(sum, tensors))
+    finer = padded(max(outputs, default=0) // pieces) if chunks > MANY and any(each) else 0
+
+    def sent(step: int) -> tuple[Spread, int, int]:
+        away = step * movable // STEPS
+        spread = Spread(away, movable)
+        gone = [[nbytes for nbytes in layer if not spread.stays(nbytes)] for layer in tensors]
+        moving = [sum(map(padded, layer)) for layer in gone]
+        most = max(sum(moving[i : i + STAGED]) for i in range(layers)) + finer
+        return Spread(away, movable), sum(map(sum, gone)), most
+
+    def fits(step: int) -> bool:
+        _, gone, moving = sent(step)
+        return others + movable - gone + moving <= room
+
+    spread, gone, moving = sent(bisect_left(range(STEPS), True, key=fits))
+    return spread, gone, min(moving, max(0, room - others - movable + gone))
 
 
 def keys_leave(keys: int, free: int, lacking: int) -> tuple[int, int, int]:

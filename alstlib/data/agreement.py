@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from alstlib.base.mesh import SPContext, gather_text
+from alstlib.base.mesh import SPContext, gather_json
 from alstlib.data.images import ImageLayout
 from alstlib.data.shard import SLICED, Batch, checksum, cut, prepare, valid_tokens
 
@@ -49,7 +49,7 @@ def raise_failure(ctx: SPContext, kinds: Sequence[int], error: Exception | None,
 
 def _texts(ctx: SPContext, text: str) -> list[str]:
     """Every rank's text, in the order of ranks."""
-    return [text] if ctx.world_size == 1 else gather_text(text, ctx.wire, ctx.world_group)
+    return [text] if ctx.world_size == 1 else gather_json(text, ctx.wire, ctx.world_group)
 
 
 class Agreement:

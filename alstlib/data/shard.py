@@ -10,6 +10,7 @@ boundaries are found once, on the whole batch: a slice of packed positions no lo
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -171,6 +172,14 @@ def cut(whole: Batch, sp: int, sp_rank: int) -> Batch:
     local = {name: slice_of(whole[name], sp, sp_rank) for name in SLICED}
     pictures = whole["images"].cut(sp, sp_rank) if "images" in whole else {}
     return {**local, **{name: whole[name] for name in WHOLE}, **pictures}
+
+
+def documents_of(part: Batch, sp: int) -> list[int]:
+    """Tokens of each document of a micro-batch, without padding, from one rank's slice of it."""
+    length = part["input_ids"].shape[1] * sp
+    offsets, real = part["cu_seqlens"].tolist(), part["sample_tokens"].tolist()
+    ends = (min(end, begin // length * length + real[begin // length]) for begin, end in itertools.pairwise(offsets))
+    return [size for begin, end in zip(offsets, ends) if (size := end - begin) > 0]
 
 
 def valid_tokens(whole: Batch) -> int:

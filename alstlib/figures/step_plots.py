@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from matplotlib.figure import Figure
 
 from alstlib.base.units import format_bytes
-from alstlib.figures.plots import _area, _axes, _finish, _ink, draw_areas, legend_beside, looks
+from alstlib.figures.lines import INK, PLACES
+from alstlib.figures.plots import _area, _ink, draw_areas, finish, legend_beside, looks, new_axes
 
 
 def step_memory(
@@ -18,7 +19,7 @@ def step_memory(
     Args:
         order: categories from the bottom up; others follow.
     """
-    figure, axes = _axes(9, 4.2)
+    figure, axes = new_axes(9, 4.2)
     names = list(dict.fromkeys([*order, *(name for point in points for name in point)]))
     names = [name for name in names if any(point.get(name) for point in points)]
     totals = [sum(point.values()) / 2**20 for point in points]
@@ -27,16 +28,16 @@ def step_memory(
     top = max(totals)
     starts = [i for i, phase in enumerate(phases) if not i or phase != phases[i - 1]]
     for n, i in enumerate(starts):
-        axes.axvline(x[i], color="#444444", linestyle="--", linewidth=0.8)
-        box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # a line may cross a short phase's name
-        axes.text(x[i] + 0.004, top * (1.21 - 0.07 * (n % 2)), phases[i], fontsize=9, bbox=box)
+        at = top * (1.21 - 0.07 * (n % 2))  # a line ends below its phase's name, which may be longer than the phase
+        axes.plot((x[i], x[i]), (0, at - 0.02 * top), color=INK, linestyle="--", linewidth=0.8)
+        axes.text(x[i], at, phases[i], fontsize=9)
     peak = totals.index(top)
-    axes.plot(x[peak], top, "v", color="black", markersize=7)
+    axes.plot(x[peak], top, "v", color=INK, markersize=7)
     side, text = "right" if x[peak] > 0.5 else "left", f"  peak {format_bytes(top * 2**20)}  "
     axes.text(x[peak], top, text, fontsize=9, fontweight="bold", ha=side, va="bottom")
     axes.set(xlim=(0, 1), ylim=(0, 1.3 * top))
     xlabel = "progress of one training step [share of its allocations and releases]"
-    return _finish(figure, title, xlabel=xlabel, ylabel="live device memory [MiB]")
+    return finish(figure, title, xlabel=xlabel, ylabel="live device memory [MiB]")
 
 
 def parts(
@@ -48,7 +49,7 @@ def parts(
     names = list(dict.fromkeys(name for bar in bars.values() for name in bar))
     names = [name for name in names if any(bar.get(name) for bar in bars.values())]
     look = looks(names)
-    figure, axes = _axes(9, 0.5 * len(bars) + 1.7)
+    figure, axes = new_axes(9, 0.5 * len(bars) + 1.7)
     for y, bar in enumerate(bars.values()):
         left = 0.0
         for name in names:
@@ -58,25 +59,26 @@ def parts(
         end = ends[y] if ends else f"{left:,.3g}" if left < 1000 else f"{left:,.0f}"
         axes.text(left, y, f" {end}", va="center", fontsize=9)
     if limit is not None:
-        axes.axvline(limit[0], color="black", linestyle="--", linewidth=1)
+        axes.axvline(limit[0], color=INK, linestyle="--", linewidth=1)
         axes.text(limit[0], -0.62, f" {limit[1]}", fontsize=8, va="bottom")
     axes.set_yticks(range(len(bars)), list(bars))
     axes.set_ylim(len(bars) - 0.5, -0.9 if limit is not None else -0.5)
     axes.set_xlim(0, 1.12 * max(sum(bar.values()) for bar in bars.values()))
     legend_beside(axes, fontsize=8)
-    return _finish(figure, title, xlabel=xlabel)
+    return finish(figure, title, xlabel=xlabel)
 
 
 def timeline(
     panels: Mapping[str, Sequence[tuple[str, str, float, float]]], title: str = "", kinds: Sequence[str] = ()
 ) -> Figure:
-    """Who works when: for each panel, bars (lane, what, start, length) in seconds. Lanes of one name are of one colour.
+    """Who works when: for each panel, bars (lane, what, start, length) in seconds. Lanes of one name are of one colour;
+    one that has "host" in its name is of the host's.
 
     Args:
         kinds: lanes from the top down; others follow.
     """
     lanes = list(dict.fromkeys([*kinds, *(lane for spans in panels.values() for lane, *_ in spans)]))
-    figure, axes = _axes(
+    figure, axes = new_axes(
         9.5, (0.42 * len(lanes) + 0.9) * len(panels) + 0.3, rows=len(panels), squeeze=False, sharex=True
     )
     end = max(start + length for spans in panels.values() for *_, start, length in spans)
@@ -84,11 +86,14 @@ def timeline(
     for ax, (name, spans) in zip(axes[:, 0], panels.items()):
         for lane, what, start, length in spans:
             i = lanes.index(lane)
-            ax.barh(i, length * scale, 0.8, left=start * scale, linewidth=1, **_area(i))
+            color: int | str = "host" if "host" in lane else i + (i > 0)  # the second colour is the host's
+            look = _area(0) | (PLACES[color] if isinstance(color, str) else _area(color))
+            ax.barh(i, length * scale, 0.8, left=start * scale, linewidth=1, **look)
             if length > 0.011 * len(what) * end:
-                ax.text((start + length / 2) * scale, i, what, ha="center", va="center", fontsize=8, color=_ink(i))
+                look = {"ha": "center", "va": "center", "fontsize": 8, "color": _ink(color)}
+                ax.text((start + length / 2) * scale, i, what, **look)
         over = max((start + length for *_, start, length in spans), default=0.0)
-        ax.axvline(over * scale, color="#444444", linestyle="--", linewidth=1)
+        ax.axvline(over * scale, color=INK, linestyle="--", linewidth=1)
         ax.text(over * scale, -0.55, f" {over * scale:,.3g} {unit}", fontsize=8, va="bottom")
         ax.set_yticks(range(len(lanes)), lanes, fontsize=9)
         ax.set_ylim(len(lanes) - 0.5, -0.5)
@@ -96,4 +101,4 @@ def timeline(
     axes[-1, 0].set_xlim(0, end * scale * 1.09)
     axes[-1, 0].set_xlabel(f"time [{unit}]")
     figure.suptitle(title, fontsize=11)
-    return _finish(figure)
+    return finish(figure)

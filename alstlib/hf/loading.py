@@ -7,7 +7,6 @@ and one whole tensor: a model may be larger than a device.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from alstlib.base.config import RunConfig
-from alstlib.base.mesh import SPContext, accelerator, gather_text
+from alstlib.base.mesh import SPContext, accelerator, gather_json
 from alstlib.data.agreement import Agreement
 from alstlib.hf.models import has_random_weights, load_model
 
@@ -81,7 +80,7 @@ def load_on_first(
     tensors = [*model.named_parameters(), *model.named_buffers()]
     told = {name: [list(t.shape), str(t.dtype).partition(".")[2]] for name, t in tensors}
     waiting = {name: p.data for name, p in model.named_parameters()} if first else {}
-    _hollow(model, json.loads(gather_text(json.dumps(told), device)[0]), device)
+    _hollow(model, gather_json(told, device)[0], device)
     return UnplacedModel(model, waiting, device)
 
 

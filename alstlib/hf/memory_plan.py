@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from alstlib.base.mesh import SPContext
 from alstlib.base.options import Options
-from alstlib.base.sizing import bytes_away, kept_with_disk, keys_and_values, keys_leave, keys_left, kv_needed
+from alstlib.base.sizing import Spread, kept_with_disk, keys_and_values, keys_leave, keys_left, kv_needed, sent_away
 from alstlib.hf.support import Facts
 from alstlib.linear.adapters import mixers_of
 from alstlib.offload import headroom
@@ -75,12 +75,18 @@ class MemoryPlan:
         if options.save_attention == "auto":
             needed += outputs * output
         movable = len(self.facts.layers) * x.nbytes + outputs * output
-        away = bytes_away(room, needed, staged, movable)
-        self._needed = needed + staged - away
+        spread, away, moving = Spread(0, 1), 0, 0
+        if staged:
+            chunk = options.chunk_for(x.shape[-1]) if streamed else None
+            spread, away, moving = sent_away(
+                room, needed - movable, len(self.facts.layers), x.nbytes, self._output(x),
+                self.facts.attending[:outputs], -(-x.shape[1] // chunk) if chunk else 0,
+            )  # fmt: skip
+        self._needed = needed - away + moving
         there = store.leased if travels else 0
         store.reserve(self._needed - there, room - there, x.nbytes)
         if isinstance(store, DiskStore):
-            store.share(away, movable, staged)
+            store.share(spread, away, moving)
         self.attention_kept, self.inputs_kept_every = outputs / many, every
         self._say(x.nbytes, travels)
 
@@ -123,10 +129,14 @@ class MemoryPlan:
         """Whether the attention output of this layer, by its place, is kept."""
         return index in self.facts.attending[: round(self.attention_kept * len(self.facts.attending))]
 
+    def _output(self, x: Tensor) -> tuple[int, int]:
+        """Bytes of one layer's attention output on this rank, and of its logsumexp."""
+        facts, tokens = self.facts, x.shape[0] * x.shape[1]
+        return tokens * facts.heads * facts.value_width * x.element_size(), tokens * facts.heads * 4
+
     def _output_bytes(self, x: Tensor) -> int:
-        """Bytes of one layer's attention output and its sums on this rank."""
-        facts = self.facts
-        return x.shape[0] * x.shape[1] * facts.heads * (facts.value_width * x.element_size() + 4)
+        """Bytes of both."""
+        return sum(self._output(x))
 
     def _host_keeps(
         self, x: Tensor, pages: int, streamed: bool, travels: bool, disk: int = 0

@@ -4,7 +4,8 @@ counted."""
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig, PreTrainedModel
 
 from alstlib.base.config import RunConfig
+from alstlib.base.mesh import accelerator
 from alstlib.base.options import check_names
+from alstlib.base.peaks import PEAKS, gpu_named
+from alstlib.base.sizing import causal_pairs
+from alstlib.hf.by_position import CHUNKED
 from alstlib.hf.configs import check_model, overridden
 from alstlib.hf.public_models import PUBLIC, SHAPES
 from alstlib.hf.support import heads_of
@@ -108,21 +113,61 @@ def _check_finite(run: RunConfig, model: PreTrainedModel) -> None:
             )
 
 
-def flop_dimensions(model: PreTrainedModel) -> dict[str, int]:
-    """dense_params (matrices of layers and head, without tables that are looked up), heads, head_dim, layers of `flos`.
+def flop_dimensions(model: PreTrainedModel) -> dict[str, Any]:
+    """The arguments of `flos` that a model decides: dense_params (elements of the matrices of layers and head that
+    multiply a token, without tables that are looked up and experts that it does not go to), those of them that are
+    frozen, heads, head_dim, layers, and windows: a sliding window, and how many layers have it.
 
-    Call it before an engine shards the weights.
+    Call it before `apply`, and before an engine other than ZeRO-3 shards the weights.
     """
     config = model.config.get_text_config()
-    head = model.get_output_embeddings().weight
-    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    inside = {id(p): p.numel() for p in model.parameters() if p.ndim >= 2 and id(p) not in tables}
-    inside[id(head)] = head.numel()  # a tied head multiplies too
+    head, layers = model.get_output_embeddings().weight, config.num_hidden_layers
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding) and m.weight is not head}
+    routed = getattr(config, "num_experts_per_tok", None)
+    dense = frozen = 0
+    for path, p in model.named_parameters():
+        if len(shape := _whole_shape(p)) > 1 and id(p) not in tables:
+            multiplied = round(math.prod(shape) * (share_of_token(model, path, shape, config) if routed else 1))
+            dense, frozen = dense + multiplied, frozen + multiplied * (not p.requires_grad)
     heads, _, width = heads_of(config)
-    return {"dense_params": sum(inside.values()), "heads": heads, "head_dim": width, "layers": config.num_hidden_layers}
+    windows = windows_of(config, layers, getattr(config, "attention_chunk_size", None))
+    return {
+        "dense_params": dense, "heads": heads, "head_dim": width, "layers": layers, "windows": windows,
+        "frozen": frozen,
+    }  # fmt: skip
 
 
-def flos(seq_len: int, tokens: int, dense_params: int, heads: int, head_dim: int, layers: int) -> dict[str, float]:
+def _whole_shape(p: Any) -> torch.Size:
+    """The shape of a weight that ZeRO-3 has in parts, or bitsandbytes in 4 bits."""
+    return getattr(p, "ds_shape", None) or getattr(getattr(p, "quant_state", None), "shape", None) or p.shape
+
+
+def windows_of(config: Any, layers: int, chunk: int | None) -> tuple[int, int]:
+    """(keys that a query attends to in a sliding window, or on average in a chunk of so many positions; layers that
+    have it), for a decoder of so many layers; zeros where it has neither."""
+    window = getattr(config, "sliding_window", None) or (chunk or 0) // 2
+    kinds = list(getattr(config, "layer_types", None) or ())
+    near = sum(kind in ("sliding_attention", CHUNKED) for kind in kinds)
+    windowed = near if kinds else layers * bool(window)
+    return window if windowed else 0, windowed
+
+
+def share_of_token(root: nn.Module, path: str, shape: Sequence[int], config: Any) -> float:
+    """The share of a matrix, at this path below a module, that multiplies each token: of experts, those that it goes
+    to."""
+    names = path.split(".")
+    blocks = [root.get_submodule(".".join(names[:i])) for i in range(1, len(names))]
+    each = [k for m in blocks for n in ("top_k", "num_experts_per_tok") if isinstance(k := getattr(m, n, None), int)]
+    listed = [len(m) for m, name in zip(blocks, names) if name == "experts" and isinstance(m, nn.ModuleList)]
+    experts = listed[-1] if listed else shape[0] if len(shape) > 2 else 0
+    chosen = max(each, default=getattr(config, "num_experts_per_tok", None) or 1)
+    return min(1.0, chosen / experts) if experts else 1.0
+
+
+def flos(
+    seq_len: int, tokens: int, dense_params: int, heads: int, head_dim: int, layers: int,
+    windows: tuple[int, int] = (0, 0), frozen: int = 0,
+) -> dict[str, float]:  # fmt: skip
     """Floating-point operations of one training step over `tokens` tokens in samples of `seq_len`, both conventions.
 
     A token's forward costs 2 N in the `dense_params` N (summed over the layers, with the head, without the embedding
@@ -130,11 +175,22 @@ def flos(seq_len: int, tokens: int, dense_params: int, heads: int, head_dim: int
 
     - paper: Megatron style, forward counted 4 times (with the recompute), full attention matrix:
       `8 N T + 16 S^2 head_dim heads layers` a sample (ALST paper, section 5.1).
-    - model: forward counted 3 times, only the causal half of the attention: `6 N T + 6 S^2 head_dim heads layers`.
+    - model: forward counted 3 times, only the causal half of the attention: `6 N T + 6 S^2 head_dim heads layers`. Of
+      layers with a window it counts the pairs in it, and `frozen` matrices have no gradients (2 N T less).
     """
     attention = float(seq_len) * tokens * head_dim * heads * layers  # S^2 a sample, times tokens / S samples
     dense = float(dense_params) * tokens
-    return {"paper": 8 * dense + 16 * attention, "model": 6 * dense + 6 * attention}
+    window, windowed = windows
+    pairs = (layers - windowed) * causal_pairs(seq_len) + windowed * causal_pairs(seq_len, window)
+    computed = 12 * pairs * tokens / seq_len * head_dim * heads
+    return {"paper": 8 * dense + 16 * attention, "model": 6 * dense - 2 * float(frozen) * tokens + computed}
+
+
+def mfu(flops: float, device: Any) -> float | None:
+    """FLOPs per second of the model on one GPU as a share of its peak; None where the peak is not known."""
+    here = accelerator(device)
+    name = None if here is None else gpu_named(here.get_device_name(device))
+    return flops / PEAKS[name] if name else None
 
 
 def put_liger(run: RunConfig, model: PreTrainedModel, gpu: bool) -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from alstlib.base.config import FIELDS, RunConfig
+from alstlib.base.config import FIELDS, WEIGHTS_ON_DISK, RunConfig
 from alstlib.base.mesh import accelerator, own_device
 from alstlib.base.options import check_names
 from alstlib.base.sizing import zero_bucket
+
+ON_DISK = 100_000_000
+"""Elements that an optimizer with its states on a disk steps on at a time (or one tensor's): four buffers of these in
+fp32 are pinned on the host. DeepSpeed's default, 1e9, would pin 16 GB for each rank."""
 
 
 def zero_config(model: torch.nn.Module, **fields: Any) -> dict[str, Any]:
@@ -21,7 +27,8 @@ def zero_config(model: torch.nn.Module, **fields: Any) -> dict[str, Any]:
     Args:
         fields: those of `RunConfig.engine` and `RunConfig.optim`, and `batch_size`: `zero_stage=3`,
             `learning_rate=1e-4`, `accumulation=1`. The optimizer's state stays on the device unless
-            `offload_optimizer=True`.
+            `offload_optimizer=True` (on the host) or `offload_optimizer="nvme"` with `nvme_path`, a folder on a local
+            disk that no other run uses: DeepSpeed's files have fixed names there, and stay.
 
     Raises:
         ValueError: another field, or a value that is none of the field's.
@@ -33,6 +40,36 @@ def zero_config(model: torch.nn.Module, **fields: Any) -> dict[str, Any]:
     parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())  # partitioned already, or whole
     bf16 = next(model.parameters()).dtype == torch.bfloat16
     return engine_config(run, parameters, bf16)
+
+
+def check_files(config: Mapping[str, Any]) -> None:
+    """Refuse a configuration that offloads to a disk (`nvme`) where DeepSpeed would keep all in memory, or fail later.
+
+    Raises:
+        ValueError: the stage, the folder, or DeepSpeed's operator does not do it.
+    """
+    zero = config.get("zero_optimization") or {}
+    weights, states = (zero.get(name) or {} for name in ("offload_param", "offload_optimizer"))
+    if weights.get("device") == "nvme":
+        raise ValueError(f"offload_param on nvme: {WEIGHTS_ON_DISK}; use the device cpu")
+    if states.get("device") != "nvme":
+        return
+    stage, folder = zero.get("stage"), states.get("nvme_path")
+    if stage != 3:
+        raise ValueError(
+            f"offload_optimizer on nvme needs ZeRO-3: DeepSpeed's stage {stage} keeps it in the host's memory, as with "
+            "the device cpu"
+        )
+    if folder is None or not Path(folder).is_dir():
+        raise ValueError(f"nvme_path={folder!r} of offload_optimizer must be a folder on a local disk that is there")
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    builder: Any = AsyncIOBuilder
+    if not builder().is_compatible():
+        raise ValueError(
+            "offload_optimizer on nvme needs DeepSpeed's operator async_io, which cannot be compiled here: install "
+            "libaio's headers (Debian: libaio-dev) and a C++ compiler, and for a GPU the CUDA toolkit (CUDA_HOME)"
+        )
 
 
 def engine_config(run: RunConfig, parameters: int, bf16: bool) -> dict[str, Any]:
@@ -58,6 +95,9 @@ def engine_config(run: RunConfig, parameters: int, bf16: bool) -> dict[str, Any]
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": pin}
     if run.engine.offload_params:
         zero["offload_param"] = {"device": "cpu", "pin_memory": pin}
+    if run.engine.offload_optimizer == "nvme":
+        zero["offload_optimizer"] |= {"device": "nvme", "nvme_path": run.engine.nvme_path}
+        zero["sub_group_size"] = ON_DISK
     adam = {
         "lr": run.optim.learning_rate,
         "weight_decay": run.optim.weight_decay,

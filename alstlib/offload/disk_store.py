@@ -30,12 +30,10 @@ from torch import Tensor
 
 from alstlib.base.mesh import SPContext, accelerator
 from alstlib.base.options import Disk
-from alstlib.base.sizing import STAGED
+from alstlib.base.sizing import PAGE, STAGED, Spread, padded
 from alstlib.offload.courier import Courier, has_gaps
 from alstlib.offload.host_store import HostStore, Mode, Ticket
 
-PAGE = 4096
-"""Bytes to which memory, lengths and places in the file are aligned: direct access wants it."""
 PIECE = 16 * 2**20
 """Bytes that one call reads or writes."""
 THREADS = 4
@@ -45,10 +43,6 @@ PATIENCE = 120.0
 
 class DiskFailed(OSError):
     """The disk that holds checkpoints is full, too slow or broken."""
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // PAGE) * PAGE
 
 
 def unnamed_file(folder: str) -> int:
@@ -118,12 +112,12 @@ class DiskFile:
 
     def write(self, memory: Tensor, place: int, ready: Callable[[], None]) -> list[Future[None]]:
         """Write memory, whole pages of it, once `ready` returns."""
-        self.written += _padded(memory.nbytes)
+        self.written += padded(memory.nbytes)
         return self._pieces(lambda view, at: os.pwrite(self.descriptor, view, at), memory, place, ready)
 
     def fill(self, memory: Tensor, place: int, ready: Callable[[], None]) -> list[Future[None]]:
         """Read into memory, once `ready` returns."""
-        self.read += _padded(memory.nbytes)
+        self.read += padded(memory.nbytes)
         return self._pieces(lambda view, at: os.preadv(self.descriptor, [view], at), memory, place, ready)
 
     def _pieces(
@@ -133,7 +127,7 @@ class DiskFile:
         if self.direct and memory.data_ptr() % PAGE:  # pinned by PyTorch, for accelerators other than CUDA's
             fcntl.fcntl(self.descriptor, fcntl.F_SETFL, fcntl.fcntl(self.descriptor, fcntl.F_GETFL) & ~os.O_DIRECT)
             self.direct = False
-        nbytes = _padded(memory.nbytes)
+        nbytes = padded(memory.nbytes)
         view = memoryview((ctypes.c_char * nbytes).from_address(memory.data_ptr())).cast("B")
 
         def piece(first: int) -> None:
@@ -187,7 +181,7 @@ class DiskTicket(Ticket):
         return bool(self.kept) and not self.away and not self.parked
 
     def release(self) -> None:
-        self.store.file.held -= sum(_padded(one.like[3]) for one in self.away.values())
+        self.store.file.held -= sum(padded(one.like[3]) for one in self.away.values())
         self.away = {}
         super().release()
 
@@ -205,7 +199,7 @@ class DiskStore(HostStore):
         self.ctx, self.file, self.failed = ctx, DiskFile(disk.folder, disk.bytes), ""
         self.used = False
         """Whether this forward uses the disk, on some rank."""
-        self._away, self._movable, self._due, self._staged = 0, 1, 0, 0
+        self._spread, self._staged = Spread(0, 1), 0
         self._writing: list[tuple[list[Future[None]], Tensor]] = []
         """What is written, and its memory, which must stay until then."""
         self._reading: list[tuple[list[Future[None]], Tensor]] = []
@@ -214,32 +208,32 @@ class DiskStore(HostStore):
         self._finish_dropped()
         return max(0, self.file.room())
 
-    def share(self, away: int, movable: int, staged: int) -> None:
-        """A forward begins, of whose `movable` bytes so many go `away` to the disk; up to `staged` bytes are on their
-        way. Collective.
+    def share(self, spread: Spread, away: int, staged: int) -> None:
+        """A forward begins, of which so many bytes go `away` to the disk, as `spread` says of each tensor; up to
+        `staged` bytes are on their way. Collective.
 
         Raises:
             DiskFailed: on every rank, where one has no room on its disk.
         """
         try:
-            self.file.allocate(_padded(away))
+            self.file.allocate(padded(away))
         except OSError as e:
             self._fail(f"has no room for {away:,} bytes", e)
         self.used = self._agree(away > 0)
-        self._away, self._movable, self._due, self._staged = away, movable, 0, staged
+        self._spread, self._staged = spread, staged
 
     def ticket(self, after: Ticket | None = None, part: bool = False) -> DiskTicket:
         return DiskTicket(self, after, after is None and not part)
 
     def put(self, ticket: Any, x: Tensor) -> None:
-        if self._stays(x.nbytes):
+        if self._spread.stays(x.nbytes):
             super().put(ticket, x)
             return
         x = x.detach()
         x = x.contiguous() if has_gaps(x) else x
         if not self._has_room(ticket, x):
             return
-        memory = self.lease((_padded(x.nbytes),), torch.uint8, x.device)
+        memory = self.lease((padded(x.nbytes),), torch.uint8, x.device)
         courier = Courier(self, x.device, self._leaving)
         sent = courier.send(memory[: x.nbytes].view(x.dtype).as_strided(x.shape, x.stride()), x)
         if sent is None and courier.here is not None:
@@ -249,7 +243,7 @@ class DiskStore(HostStore):
     def park(self, x: Tensor) -> Any:
         ticket = self.ticket()
         ticket.parked = True
-        if self._stays(x.nbytes):
+        if self._spread.stays(x.nbytes):
             ticket.kept.append((x, None))
             return ticket
         if not self._has_room(ticket, x):
@@ -277,16 +271,8 @@ class DiskStore(HostStore):
 
     # ----- on its way
 
-    def _stays(self, nbytes: int) -> bool:
-        """Whether the next tensor stays on the host: as many of them do, evenly spread, as its share of the bytes."""
-        self._due += (self._movable - self._away) * nbytes
-        if self._away and self._due < self._movable * nbytes:
-            return False
-        self._due -= self._movable * nbytes
-        return True
-
     def _write(self, ticket: DiskTicket, like: Tensor, memory: Tensor, ready: Callable[[], None]) -> None:
-        place = self.file.take(_padded(like.nbytes))
+        place = self.file.take(padded(like.nbytes))
         writes = self.file.write(memory, place, ready)
         self._writing.append((writes, memory))
         ticket.away[len(ticket.kept)] = _Away(place, (like.shape, like.stride(), like.dtype, like.nbytes), writes)
@@ -312,7 +298,7 @@ class DiskStore(HostStore):
                     continue
                 shape, stride, dtype, nbytes = away.like
                 one.kept[place] = (away.memory[:nbytes].view(dtype).as_strided(shape, stride), None)
-                self.file.held -= _padded(nbytes)
+                self.file.held -= padded(nbytes)
             one.away = {}
         if ticket.leads and ticket.used:
             self._agree()
@@ -330,7 +316,7 @@ class DiskStore(HostStore):
                 for one in writes:
                     one.result()
 
-            away.memory = self.lease((_padded(away.like[3]),), torch.uint8, device)
+            away.memory = self.lease((padded(away.like[3]),), torch.uint8, device)
             away.reads = self.file.fill(away.memory, away.place, written)
             self._reading.append((away.reads, away.memory))
 

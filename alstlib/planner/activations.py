@@ -9,8 +9,8 @@ from typing import Any, get_args
 
 from alstlib.base.config import RunConfig
 from alstlib.base.options import Options, TiledPart
-from alstlib.base.sizing import bytes_away, kept_on_host, kept_with_disk, keys_and_values, kv_needed, sdpa_kernel
-from alstlib.planner.fits import Lines, Moment, StepQuestion, element_bytes, in_layer, lines_at, tower_of
+from alstlib.base.sizing import kept_on_host, kept_with_disk, keys_and_values, kv_needed, sdpa_kernel, sent_away
+from alstlib.planner.fits import Lines, Moment, StepQuestion, element_bytes, in_layer, lines_at, part_of, tower_of
 from alstlib.planner.model_shapes import Shape
 from alstlib.planner.streaming import Streaming, copied_bytes, host_room, kv_on_host, output_bytes, streaming_of
 
@@ -97,7 +97,7 @@ def activations(
     streaming = streaming_of(shape, run, ranks, tokens, element, free, room) if chunk < tokens else Streaming()
     tower, seen, on_host = _tower(shape, run, ranks, device, element)
     room = None if room is None else max(0, room - on_host)
-    every, outputs, host, needed, away, short = _kept(run, shape, size, output, room, streaming, disk)
+    every, outputs, host, needed, away, short = _kept(run, shape, size, output, room, streaming, disk, tokens)
     kernel, gpu = kernel_of(shape, run, device, capability), workspace and device == "cuda"
     taken = kernel_workspace(shape, kernel, chunk, run.data.packed) if gpu else 0.0
     ahead = gpu and streaming.kv  # copies run ahead of the computation
@@ -115,6 +115,9 @@ def activations(
             found["kernel workspace"] = taken
         if "attention" in found:
             found["attention"] += pages
+        if run.model.bits and in_layer(place):  # of the module that computes
+            unpacked = shape.mlp if part_of(place) == "mlp" else shape.heads * shape.head_dim
+            found["unpacked weights"] = element * shape.width * unpacked
         if streaming.hidden and gpu and in_layer(place):  # chunks on their way
             found["hidden states"] = found.get("hidden states", 0.0) + 2 * element * chunk * shape.width
 
@@ -250,7 +253,7 @@ def _by_blocks(
 
 
 def _kept(
-    run: RunConfig, shape: Shape, size: int, output: int, free: int | None, streaming: Streaming, disk: int
+    run: RunConfig, shape: Shape, size: int, output: int, free: int | None, streaming: Streaming, disk: int, tokens: int
 ) -> tuple[int, int, int, int, int, bool]:
     """What `MemoryPlan` decides: of how many layers one input is kept, layers whose attention outputs are kept, host
     bytes of both, the least host bytes that would do, bytes on the disk, and whether that is too small. What `auto`
@@ -268,9 +271,15 @@ def _kept(
     every, outputs, needs, staged = kept_with_disk(room, disk, layers, size, output, save, **how)
     least = kept_on_host(0, layers, size, output, save, **how)[2]
     needs += outputs * output if save == "auto" else 0
-    away = bytes_away(room, needs, staged, layers * size + outputs * output)
+    host, away = needs, 0
+    if staged:
+        movable, sums = layers * size + outputs * output, 4 * tokens * shape.heads
+        kept = {round((i + 0.5) * layers / shape.attending - 0.5) for i in range(outputs)} if shape.attending else set()
+        chunks = -(-tokens // run.chunk) if run.chunk and run.chunk < tokens else 0
+        _, away, moving = sent_away(room, needs - movable, layers, size, (output - sums, sums), kept, chunks)
+        host += moving - away
     short = bool(disk) and not staged and kept_with_disk(room, 2**62, layers, size, output, save, **how)[3] > 0
-    return every, outputs, needs + staged - away, needs + staged - away if staged else least, away, short
+    return every, outputs, host, host if staged else least, away, short
 
 
 def kernel_of(shape: Shape, run: RunConfig, device: str, capability: int = 9) -> str:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import time
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from alstlib.planner.gpus import GPUS, Rates, label_bytes, rates_of
 from alstlib.planner.machine import Machine, Overheads, read_machine
 from alstlib.planner.model_shapes import Shape, read_shape
 from alstlib.planner.prediction import Prediction, with_degree
-from alstlib.planner.question import HELP, NEEDED, WAYS, Answer, Question, Variant, trained_length
+from alstlib.planner.question import NEEDED, Answer, Question, Variant, trained_length
 from alstlib.planner.rendering import LATE, PATIENCE, describe, describe_machines, introduce, say, table
 from alstlib.planner.tables import console
 from alstlib.planner.trees import cost
@@ -239,19 +238,16 @@ def command(args: argparse.Namespace) -> int:
         return machines(request)
     question, wanted = request.question(request.rates[0], request.gpus), request.seq_len
     say("looking for the longest sequence that fits")
-    began = time.monotonic()
     best = question.longest()
     found = best if wanted is None else question.at(wanted)
-    each, fits = time.monotonic() - began, found is not None and found.fits
     if args.json:
-        say("looking at what would help, and at the ways to run the model", each * len([*HELP, *WAYS]))
         with known_only(PATIENCE) as missed:
             made = as_json(question, best, found)
         print(json.dumps({**made, "notes": [LATE] * bool(missed) + made["notes"]}, indent=2))
     else:
-        for shown in describe(question, best, found, each):
+        for shown in describe(question, best, found):
             console().print(shown)
-    return 0 if fits else 1
+    return 0 if found is not None and found.fits else 1
 
 
 def tree(request: Request) -> int:

@@ -31,6 +31,7 @@ from typing import Any
 from alstlib.base.config import RunConfig, not_default
 from alstlib.base.options import Options
 from alstlib.hf.configs import find_config, overridden
+from alstlib.planner.progress import watched
 
 SIMULATOR = "alstlib.planner.measure.answers"
 """Named, as it imports torch and what the planner predicts."""
@@ -139,7 +140,9 @@ def lines_at(question: StepQuestion, tokens: int) -> Lines:
             moments = [Moment(place, kernel, line) for place, kernel, line in found["moments"]]
             return Lines(moments, tuple(found["host"]))
     asked = question.to_dict()
-    known.append(_ask("span", {"question": asked, "tokens": tokens}))
+    chunks = f", in chunks of {question.run.chunk:,} tokens" if question.run.chunk else ""
+    with watched(f"simulating steps of {question.run.model.name}, sp={question.ranks}{chunks}"):
+        known.append(_ask("span", {"question": asked, "tokens": tokens}))
     _keep(text, {"span": {**asked, "run": not_default(question.run)}, "found": known})
     return lines_at(question, tokens)
 
@@ -150,7 +153,7 @@ def facts_of(name: str, overrides: Mapping[str, Any], trust_remote_code: bool, i
     read = ["images"] * images
     text = json.dumps(["facts", config, name if trust_remote_code else "", *read], sort_keys=True, default=str)
     asked = {"name": name, "overrides": dict(overrides), "trust": trust_remote_code, "images": images}
-    return _once("facts", text, asked)
+    return _once("facts", text, asked, f"reading the sizes of {name}")
 
 
 def tower_of(run: RunConfig, device: str, size: Sequence[int] | None) -> dict[str, Any]:
@@ -166,13 +169,15 @@ def tower_of(run: RunConfig, device: str, size: Sequence[int] | None) -> dict[st
     options = Options.plain(checkpoint=kept, offload=kept and bool(run.options.offload))
     question = StepQuestion(RunConfig(model=run.model, options=options), 1, device, images=True)
     text = json.dumps(["tower", question.text, size])
-    return _once("tower", text, {"question": question.to_dict(), "size": size})
+    said = f"simulating the vision tower of {run.model.name}"
+    return _once("tower", text, {"question": question.to_dict(), "size": size}, said)
 
 
-def _once(what: str, text: str, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """An answer that is asked for only where it is not known."""
+def _once(what: str, text: str, asked: Mapping[str, Any], said: str) -> dict[str, Any]:
+    """An answer that is asked for only where it is not known; `said` is shown meanwhile."""
     if not (known := _known(text)):
-        known.append(_ask(what, asked))
+        with watched(said):
+            known.append(_ask(what, asked))
         _keep(text, {what: asked, "found": known})
     return dict(known[0])
 

@@ -5,12 +5,12 @@ Rates are what kernels reach, not what data sheets promise. Attention rates coun
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from alstlib.base.options import check_names
+from alstlib.base.peaks import PEAKS, gpu_named, plain_name
 from alstlib.base.units import GIB, parse_quantity
 
 T = 10**12
@@ -52,12 +52,12 @@ class Rates:
 _H100 = Rates(
     name="H100", usable=79.1 * GIB, capability=9, matmul=650 * T, attention_forward=607 * T,
     attention_backward=517 * T, flash2_forward=366 * T, flash2_backward=330 * T, link=450 * G, network=50 * G,
-    host=50 * G, peak=989 * T, node_host=237_500_000_000,
+    host=50 * G, peak=PEAKS["H100"], node_host=237_500_000_000,
 )  # fmt: skip
 _A100 = Rates(
     name="A100", usable=79.15 * GIB, capability=8, matmul=250 * T, attention_forward=190 * T,
     attention_backward=165 * T, flash2_forward=190 * T, flash2_backward=165 * T, link=300 * G, network=25 * G,
-    host=24 * G, peak=312 * T, node_host=144 * GIB,
+    host=24 * G, peak=PEAKS["A100"], node_host=144 * GIB,
 )  # fmt: skip
 GPUS: dict[str, Rates] = {
     "H100": _H100,
@@ -65,14 +65,14 @@ GPUS: dict[str, Rates] = {
     "B200": Rates(
         name="B200", usable=178.3 * GIB, capability=10, matmul=1480 * T, attention_forward=1230 * T,
         attention_backward=1050 * T, flash2_forward=366 * T, flash2_backward=330 * T, link=900 * G, network=50 * G,
-        host=50 * G, peak=2250 * T, node_host=256 * GIB,
+        host=50 * G, peak=PEAKS["B200"], node_host=256 * GIB,
     ),
     "A100": _A100,
     "A100-40GB": replace(_A100, name="A100-40GB", usable=39.4 * GIB, node_host=85 * G),
     "RTX4090": Rates(
         name="RTX4090", usable=23.6 * GIB, capability=8, matmul=132 * T, attention_forward=100 * T,
         attention_backward=87 * T, flash2_forward=100 * T, flash2_backward=87 * T, link=12 * G, network=3 * G,
-        host=24 * G, peak=165 * T, node_host=48 * G,
+        host=24 * G, peak=PEAKS["RTX4090"], node_host=48 * G,
     ),
     "GH200": replace(
         _H100, name="GH200", usable=95.0 * GIB, host=297 * G, host_memory=120 * G, node_gpus=1, node_host=432 * GIB
@@ -114,27 +114,22 @@ def label_bytes(text: int | str) -> int:
     return nbytes
 
 
-def _plain(name: str) -> str:
-    """A GPU's name without what people and drivers write differently."""
-    return re.sub(r"nvidia|geforce|sxm\d?|[^a-z0-9]", "", name.lower())
-
-
 def rates_of(gpu: str) -> Rates:
     """A GPU's rates by its name: `RTX 4090`, `a100-80gb`.
 
     Raises:
         ValueError: a GPU that is not in the table, with the nearest that is.
     """
-    known = {_plain(name): of for name, of in [*zip(GPUS, GPUS), *OTHER_NAMES.items()]}
-    name = known.get(_plain(gpu), gpu)
+    known = {plain_name(name): of for name, of in [*zip(GPUS, GPUS), *OTHER_NAMES.items()]}
+    name = known.get(plain_name(gpu), gpu)
     check_names({name: None}, GPUS, "gpu")
     return GPUS[name]
 
 
 def rates_named(device: str) -> Rates | None:
     """Rates of a GPU by the name that its driver gives it (`NVIDIA A100-SXM4-40GB`); None where the table has none."""
-    found = [name for name in GPUS if all(word in _plain(device) for word in name.lower().split("-"))]
-    return GPUS[max(found, key=len)] if found else None
+    name = gpu_named(device)
+    return None if name is None else GPUS[name]
 
 
 def measured_rates(metrics: Mapping[str, Any]) -> Rates:

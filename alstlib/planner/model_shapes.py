@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from alstlib.base.config import Model, RunConfig
+from alstlib.base.sizing import causal_pairs
 from alstlib.linear.ways import Sent, StateLayer
 from alstlib.planner.fits import facts_of, tower_of
 
@@ -109,6 +110,18 @@ class Shape:
         """What multiplies each token: the layers' matrices and the head (as `hf.models.flos` counts)."""
         return self.mixing + self.mlp_of_token + self.embedding
 
+    @property
+    def linear_parameters(self) -> int:
+        """Parameters of the layers' linear modules.
+
+        Raises:
+            ValueError: a model with experts, which are no linear modules.
+        """
+        found, tables = self.mixing + self.mlp_of_token, (1, 2)
+        if not any(abs(self.parameters - found - n * self.embedding) < 0.01 * self.parameters for n in tables):
+            raise ValueError(f"model.bits=4 is planned of models whose layers are linear modules, not of {self.name!r}")
+        return found
+
     def adapter_parameters(self, lora: Mapping[str, Any]) -> int:
         """The number of parameters of LoRA adapters with these fields of peft's LoraConfig; all linear modules of the
         layers where it names none."""
@@ -119,9 +132,8 @@ class Shape:
     def pairs(self, seq_len: int) -> float:
         """Pairs of a query and a key that attention computes in a sample, all layers: a causal half, or what lies in
         the window."""
-        whole = seq_len**2 / 2
-        inside = whole if not self.window or self.window >= seq_len else self.window * (seq_len - self.window / 2)
-        return (self.attending - self.windowed) * whole + self.windowed * inside
+        inside = self.windowed * causal_pairs(seq_len, self.window)
+        return (self.attending - self.windowed) * causal_pairs(seq_len) + inside
 
 
 def read_shape(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from alstlib.base.config import RunConfig
@@ -21,7 +21,7 @@ from alstlib.planner.devices import pins_exactly
 from alstlib.planner.fits import element_bytes
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import Shape
-from alstlib.planner.model_states import ZERO_DEFAULT, Sizes, States, model_states
+from alstlib.planner.model_states import WEIGHTS, ZERO_DEFAULT, Sizes, States, model_states
 from alstlib.planner.step_time import step_seconds
 
 Side = tuple[str, int, int | None]
@@ -148,28 +148,43 @@ class Prediction:
         }  # fmt: skip
 
 
+PACKED = 1 / 2 + 1 / 64 + 4 / (64 * 256)
+"""Bytes of a weight in 4 bits: each 64 have a scale of a byte, and each 256 scales one in fp32."""
+
+
+def frozen_weights(shape: Shape, run: RunConfig, element: int) -> int:
+    """Bytes of a whole model's weights without an adapter: those of linear modules in 4 bits with `model.bits`. The
+    embedding, the head and norms keep their dtype (peft's `prepare_model_for_kbit_training` would make them fp32)."""
+    packed = shape.linear_parameters if run.model.bits else 0
+    return round(PACKED * packed) + element * (shape.parameters - packed)
+
+
 def states(shape: Shape, run: RunConfig, machine: Machine, preset: str = "ours") -> States:
     """A rank's model states, and ZeRO's buffers. The reference's buckets are DeepSpeed's default, and it tells the
     engine of its sequence parallelism, whose gradients are then reduced in fp32 by default."""
     adapter = None if run.model.lora is None else shape.adapter_parameters(run.model.lora)
     sizes = Sizes(
-        parameters=shape.parameters, layer=shape.layer_parameters, embedding=shape.embedding, trainable=adapter,
-        largest=shape.largest_tensor if adapter is None else 0,
+        parameters=shape.parameters + (adapter or 0), layer=shape.layer_parameters, embedding=shape.embedding,
+        trainable=adapter, largest=shape.largest_tensor if adapter is None else 0,
     )  # fmt: skip
     element = element_bytes(run, machine.device)
     of = {"reduced": element if machine.device == "cpu" else None}
     if preset == "paper":
         of = {"bucket": ZERO_DEFAULT, "reduced": 4 if (run.engine.sp or machine.gpus) > 1 else element}
     rounded = machine.device == "cuda" and not pins_exactly()
-    return model_states(run, sizes, machine.gpus, element, rounded=rounded, **of)
+    held = model_states(run, sizes, machine.gpus, element, rounded=rounded, **of)
+    if run.model.bits:  # whole on each rank: ZeRO divides no packed weights
+        whole = frozen_weights(shape, run, element) + element * (adapter or 0)
+        held = replace(held, device={**held.device, WEIGHTS: whole})
+    return held
 
 
 def loading(shape: Shape, run: RunConfig, machine: Machine) -> Loading:
     """What it takes to load our run's model; of the reference's loading nothing is predicted."""
     element, ranks = element_bytes(run, machine.device), machine.ranks_of_node
     whole, tensor = element * shape.parameters, element * shape.largest_tensor
-    part = whole
-    if run.engine.zero_stage == 3:
+    part = frozen_weights(shape, run, element) + (tensor if run.model.bits else 0)
+    if run.engine.zero_stage == 3 and not run.model.bits:
         part = tensor + (0 if run.engine.offload_params else whole // machine.gpus)
     processes = machine.overheads.process if machine.host_memory is not None else 0
     beside = tensor  # rank 0's weights
@@ -183,11 +198,17 @@ def predict(shape: Shape, run: RunConfig, machine: Machine, seq_len: int, preset
     """What a run of this length takes. The preset `paper` is the reference stack as the ALST paper ran it.
 
     Raises:
-        ValueError: a model or an option that `apply` refuses, or an SP degree that does not divide the GPUs.
+        ValueError: a model or an option that `apply` refuses, an SP degree that does not divide the GPUs, or states on
+            a disk.
     """
     ranks = run.engine.sp or machine.gpus
     if machine.gpus % ranks:
         raise ValueError(f"sp={ranks} does not divide {machine.gpus} GPUs")
+    if run.engine.offload_optimizer == "nvme":
+        raise ValueError(
+            "engine.offload_optimizer='nvme' is not planned: the planner does not know what DeepSpeed's files take and "
+            "how fast they are. True plans the host's memory, of which 'nvme' needs less"
+        )
     run = run.for_width(shape.width)
     held = states(shape, run, machine, preset)
     host, limit = held.host, None
@@ -235,6 +256,9 @@ def longest(
     does."""
     ranks = run.engine.sp or machine.gpus
     step = granule or ranks * 8
+    held = sum(states(shape, run, machine, preset).host.values()) * machine.ranks_of_node
+    if machine.host_memory is not None and held > machine.host_memory:  # nothing fits, which no step need say
+        return None
 
     @functools.cache
     def fits(seq_len: int) -> bool:

@@ -16,6 +16,7 @@ from alstlib.planner.fits import NotSimulated, other_versions
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import Shape
 from alstlib.planner.prediction import Prediction, longest, predict
+from alstlib.planner.progress import watched
 from alstlib.planner.state_ways import counted
 from alstlib.planner.step_time import model_flops
 from alstlib.planner.streaming import least_chunk
@@ -133,16 +134,14 @@ class Question:
         if self.preset != "ours":
             return []
         now, found = self.longest(), []
-        for what, changes in HELP.items():
-            if not changed(self.run, changes):
-                continue
-            try:
-                other = self.with_changes(changes)
-                best = other.longest()
-                if best is not None and best.seq_len > 1.01 * (now.seq_len if now else 0):
-                    found.append(Variant(what, changes, other, best, other.at(now.seq_len) if now else best))
-            except ValueError:  # options that exclude each other, that `apply` refuses, or that would take too long
-                continue
+        helps = {what: changes for what, changes in HELP.items() if changed(self.run, changes)}
+        with watched("what would help", helps) as each:
+            for what in each:
+                with suppress(ValueError):  # options that exclude each other, that `apply` refuses, or not simulated
+                    other = self.with_changes(helps[what])
+                    best = other.longest()
+                    if best is not None and best.seq_len > 1.01 * (now.seq_len if now else 0):
+                        found.append(Variant(what, helps[what], other, best, other.at(now.seq_len) if now else best))
         return sorted(found, key=lambda one: -one.longest)
 
     def ways(self, seq_len: int | None = None) -> list[Variant]:
@@ -158,13 +157,14 @@ class Question:
         tiles = {"options.tiles.loss": run.options.tile("loss") or True}
         needed = {"options.checkpoint": True, "options.offload": True, "contrib.sparse": None, **tiles}
         found = []
-        for what, changes in ways.items():
-            own = {name: size if value == CHUNK else value for name, value in changes.items()}
-            other = self.with_changes({**needed, **own})
-            with suppress(NotSimulated):
-                one = Variant(what, own, other, other.longest())
-                other.beyond(one.best)  # its `limit` is known from now on
-                found.append(one)
+        with watched("ways to run the model", ways) as each:
+            for what in each:
+                own = {name: size if value == CHUNK else value for name, value in ways[what].items()}
+                other = self.with_changes({**needed, **own})
+                with suppress(NotSimulated):
+                    one = Variant(what, own, other, other.longest())
+                    other.beyond(one.best)  # its `limit` is known from now on
+                    found.append(one)
         length = seq_len or min((one.longest for one in found if one.best), default=0)
         for i, one in enumerate(found):
             with suppress(NotSimulated):
@@ -204,15 +204,14 @@ class Question:
         now, seen, changes = self, list[str](), dict[str, Any]()
         for _ in range(3):
             options = []
-            for what, change in HELP.items():
-                try:
-                    other = now.with_changes(change)
-                    found = other.at(seq_len)
-                except ValueError:
-                    continue
-                cost = found.seconds["step"] if found.fits else found.device_peak
-                if other != now:
-                    options.append((found.shortfall, cost, what, other))
+            with watched("changes of the run", HELP) as each:
+                for what in each:
+                    with suppress(ValueError):
+                        other = now.with_changes(HELP[what])
+                        found = other.at(seq_len)
+                        cost = found.seconds["step"] if found.fits else found.device_peak
+                        if other != now:
+                            options.append((found.shortfall, cost, what, other))
             if not options:
                 return None
             short, _, what, now = min(options, key=lambda option: option[:2])

@@ -18,7 +18,7 @@ from alstlib.planner.fits import known_only
 from alstlib.planner.machine import Machine, rates_known
 from alstlib.planner.model_shapes import Shape
 from alstlib.planner.prediction import Prediction
-from alstlib.planner.question import HELP, NEEDED, WAYS, Answer, Question, Variant, changed, settings
+from alstlib.planner.question import NEEDED, Answer, Question, Variant, changed, settings
 from alstlib.planner.tables import listed
 
 MEANING = {
@@ -36,6 +36,7 @@ MEANING = {
     "exchange": "what attention sends to and gets from other GPUs",
     "kernel workspace": "what the attention kernel takes for itself",
     "states": "layers with a state (linear attention, Mamba)",
+    "unpacked weights": "a matrix of 4 bits, in bf16 while it multiplies",
     "mlp": "what one tile of the MLP or of the experts makes",
     "loss": "the head, one tile of logits, the loss",
     "checkpoints": "inputs of layers, kept for backward",
@@ -179,11 +180,10 @@ LATE = (
 )
 
 
-def say(what: str, seconds: float = 0.0) -> None:
-    """What is computed now and about how long it takes, on standard error, for who waits."""
-    about = f" (about {format_seconds(min(seconds, PATIENCE))})" if seconds >= 1 else ""
+def say(what: str) -> None:
+    """What is computed now, on standard error, for who waits."""
     sys.stdout.flush()
-    print(f"alst: {what}{about}", file=sys.stderr, flush=True)
+    print(f"alst: {what}", file=sys.stderr, flush=True)
 
 
 def heading(shape: Shape, preset: str) -> str:
@@ -202,8 +202,8 @@ def introduce(question: Question) -> Iterator[str]:
     yield ""
 
 
-def describe(question: Question, best: Prediction | None, found: Prediction | None, each: float) -> Iterator[Any]:
-    """The answer to a question, as it is computed. `each` is how long one search for a longest sequence takes."""
+def describe(question: Question, best: Prediction | None, found: Prediction | None) -> Iterator[Any]:
+    """The answer to a question, as it is computed."""
     machine, ours = question.machine, question.preset == "ours"
     yield from introduce(question)
     if best is not None:
@@ -223,12 +223,12 @@ def describe(question: Question, best: Prediction | None, found: Prediction | No
         yield f"\nEach step writes {format_bytes(written)} to a node's disk{life}."
     with known_only(PATIENCE) as missed:
         if ours and not found.fits:
-            say("looking for what works", each * len(HELP))
+            say("looking for what works")
             yield from describe_remedies(question, found, nothing=best is None)
         if ours and best is not None:
-            say("looking at what would help", each * len(HELP))
+            say("looking at what would help")
             yield from describe_help(question, best)
-            say("comparing the ways to run the model", each * len(WAYS))
+            say("comparing the ways to run the model")
             yield from describe_ways(question.ways(found.seq_len))
     notes = [LATE] * bool(missed) + question.notes(found.seq_len)
     yield from (f"\nNote: {note}" for note in notes)
@@ -277,7 +277,7 @@ def describe_remedies(question: Question, found: Prediction, nothing: bool) -> I
             "--seq-len without --gpus says which machines hold a length."
         )
     if nothing and question.run.model.lora is None:
-        yield "QLoRA (LoRA on weights in 4 bits) takes less memory still. It runs, but is not planned."
+        yield "QLoRA (LoRA on weights in 4 bits) takes less memory still: --set 'model.lora={r: 16}' --set model.bits=4"
 
 
 def describe_ways(ways: Sequence[Variant]) -> Iterator[Any]:

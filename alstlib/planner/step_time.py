@@ -50,8 +50,8 @@ def exchange_bytes(shape: Shape, ranks: int, seq_len: int, element: int, forward
     queries, keys and values, with one number for each token and head in place of the outputs.
 
     Args:
-        forwards: passes over a layer before its backward: 2 with checkpoints, else 1.
-        saved: share of the layers whose outputs are kept.
+        forwards: passes over a layer before its backward: 2 with checkpoints, else 1; more where inputs are made again.
+        saved: share of the layers whose recompute has its outputs already.
     """
     if ranks == 1:
         return 0.0
@@ -59,6 +59,14 @@ def exchange_bytes(shape: Shape, ranks: int, seq_len: int, element: int, forward
     there, back = query * keys + kv * (keys + values), query * values
     numbers = (forwards - saved) * (there + back) + (there + back) + saved * (there + query * 4 / element)
     return numbers * element * (seq_len / ranks) * (ranks - 1) / ranks * shape.attending
+
+
+def attention_passes(run: RunConfig, remade: float, kept: float) -> tuple[float, float]:
+    """(forwards, saved) of `exchange_bytes`, for a share of the layers that run once more to make an input, and a share
+    whose attention outputs are kept: saved recomputes run no attention. In whole layers the outputs of the forward that
+    makes an input serve the recompute of that layer."""
+    more = remade * (1 - kept)
+    return 1.0 + run.options.checkpoint + more, kept + (more if run.chunk is None else 0.0)
 
 
 def states_seconds(
@@ -87,8 +95,8 @@ def step_seconds(
 
     Layers run forward, again for their backward unless everything is kept, and backward: twice a forward, or once where
     an adapter is trained, because frozen weights have no gradients (the adapter's own products are left out). Where one
-    input in k is kept, the layers of the others run forward once more. Attention runs forward once where its outputs
-    are kept, and its backward is 2.5 forwards. The exchange is waited for. ZeRO's traffic and asynchronous offload hide
+    input in k is kept, the layers of the others run forward once more. `attention_passes` says how often attention
+    does, and its backward is 2.5 forwards. The exchange is waited for. ZeRO's traffic and asynchronous offload hide
     behind the computing, as far as that lasts. A vision tower runs like the layers; ranks wait for the one that has the
     most images.
     """
@@ -107,10 +115,10 @@ def step_seconds(
         "mlp": once + again + remade + first + tiles_again, "head": once + first,
     }  # fmt: skip
     matmul = sum(linear[name] * times for name, times in passes.items()) / rates.matmul / ranks
-    core = attention * ((1 + (again + remade) * (1 - kept) + first) / forward + 2.5 / backward) / ranks
+    forwards, served = attention_passes(run, remade, kept)
+    core = attention * ((forwards - served + first) / forward + 2.5 / backward) / ranks
     network = rates.link if ranks <= machine.per_node else rates.network
-    forwards = 1 + again + remade * (1 - kept)
-    wire = exchange_bytes(shape, ranks, seq_len * run.data.batch_size, element, forwards, kept)
+    wire = exchange_bytes(shape, ranks, seq_len * run.data.batch_size, element, forwards, served)
     exchange = wire / network
     if shape.recurrence is not None:
         sent, recurrence = states_seconds(shape.recurrence, run, machine, ranks, seq_len, 1 + again + remade + first)

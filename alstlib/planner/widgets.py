@@ -83,12 +83,19 @@ def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return '<table style="line-height: 1.3">' + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
 
 
-COLOURS = (*GROUPS, "checkpoints", "loss", "hidden states", "mlp", "exchange", "attention", "kernel workspace")
+WORK = "work of one layer"
+COLOURS = (*GROUPS, "checkpoints", "loss", WORK)
 """The order of categories in `wall`: each keeps its colour from one figure to the next."""
 
 
+def _coarse(found: Prediction) -> dict[str, float]:
+    """GiB of the device by the categories of `COLOURS`."""
+    parts = grouped(by_category(found))
+    return {name: parts.pop(name, 0.0) for name in COLOURS if name != WORK} | {WORK: sum(parts.values())}
+
+
 def wall(shape: Shape, run: RunConfig, machine: Machine, lengths: Sequence[int], title: str) -> tuple[Any, str]:
-    """Memory by category against the length, cut off a little over what a GPU has, with the longest sequence that fits
+    """Memory by category against the length, up to a little over what a GPU has, with the longest sequence that fits
     marked; and the table (HTML) of what a GPU holds there.
 
     Raises:
@@ -97,9 +104,14 @@ def wall(shape: Shape, run: RunConfig, machine: Machine, lengths: Sequence[int],
     if machine.gpu_memory is None:
         raise ValueError("gpu_memory=None: without a limit every length fits, give the bytes of a GPU")
     found = longest(shape, run, machine)
-    parts = {n: dict.fromkeys(COLOURS, 0.0) | grouped(by_category(predict(shape, run, machine, n))) for n in lengths}
     limit = machine.gpu_memory / GIB
-    figure = plots.stacked(parts, limit, title, top=1.25 * limit, mark=found.seq_len if found else None)
+    parts: dict[int, dict[str, float]] = {}
+    for n in lengths:
+        parts[n] = _coarse(predict(shape, run, machine, n))
+        if sum(parts[n].values()) > 1.25 * limit:
+            break
+    mark = found.seq_len if found else None
+    figure = plots.stacked(parts, limit, title, top=1.25 * limit, mark=mark, end=lengths[-1])
     if found is None:
         return figure, "<p>No length fits: what does not depend on it is more than the device or the host has.</p>"
     stops = predict(shape, run, machine, round(1.05 * found.seq_len)).limit

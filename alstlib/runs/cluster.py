@@ -117,9 +117,9 @@ def _slurm_address(env: Mapping[str, str]) -> str:
     return name
 
 
-def job_end(env: Mapping[str, str] = os.environ) -> float:
+def job_end() -> float:
     """When the scheduler will end this job, in seconds since the epoch; infinite where nothing says so."""
-    return float(env.get(JOB_END_VARIABLE) or env.get("SLURM_JOB_END_TIME") or "inf")
+    return float(os.environ.get(JOB_END_VARIABLE) or os.environ.get("SLURM_JOB_END_TIME") or "inf")
 
 
 def job_seconds() -> float:

@@ -157,11 +157,11 @@ def first_failed(logs: Path) -> Path | None:
     return next((file for file, _ in _tails(logs)), None)
 
 
-def log_tail(logs: Path, limit: int = TAIL_CHARACTERS) -> str:
-    """The last `limit` characters of the ranks' logs: half of them are of `first_failed`, half of the next."""
+def log_tail(logs: Path) -> str:
+    """The last `TAIL_CHARACTERS` of the ranks' logs: half of them are of `first_failed`, half of the next."""
     tails = _tails(logs)[:2]
     heads = [f"--- {file.relative_to(logs)} ---\n" for file, _ in tails]
-    each = limit // max(1, len(tails)) - 1
+    each = TAIL_CHARACTERS // max(1, len(tails)) - 1
     return "\n".join(head + text[len(head) - each :] for head, (_, text) in zip(heads, tails))
 
 

@@ -68,9 +68,19 @@ def check(run: RunConfig, worker: str) -> None:
             raise ValueError(
                 f"{name}={plain_value(value)!r} is a field of the worker {other}, but this run's worker is {worker}"
             )
+    if run.model.bits is not None:
+        raise ValueError(
+            f"model.bits={run.model.bits} is planned only: a script of your own loads such a model (bitsandbytes), and "
+            "TrainerMixin or apply trains it"
+        )
     if missing := [name for name in LIBRARIES[worker] if importlib.util.find_spec(name) is None]:
         raise ValueError(f"{worker} needs {', '.join(missing)}: pip install 'alstlib[train,trainer]'")
     _check_fine_tuning(run)
+    if worker == FINETUNE and run.engine.offload_optimizer == "nvme" and run.output.checkpoint_every:
+        raise ValueError(
+            f"output.checkpoint_every={run.output.checkpoint_every} with engine.offload_optimizer='nvme': DeepSpeed "
+            "would continue such a checkpoint with moments of zero; use offload_optimizer=True, or checkpoint_every=0"
+        )
     check_model(run.model.name)
 
 

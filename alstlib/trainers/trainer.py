@@ -38,10 +38,11 @@ from alstlib.base.options import Options
 from alstlib.base.units import IGNORE
 from alstlib.data.agreement import share_step
 from alstlib.data.images import IMAGE_KEYS, ImageLayout
-from alstlib.data.shard import KEYS, SLICED, Batch
+from alstlib.data.shard import KEYS, SLICED, Batch, documents_of
 from alstlib.hf.attach import apply
 from alstlib.hf.causal_lm_loss import causal_lm_loss
 from alstlib.hf.handle import Handle
+from alstlib.hf.models import flop_dimensions, flos, mfu
 from alstlib.hf.token_logps import OverRanks
 from alstlib.hf.vision import never_trained
 from alstlib.tiled.loss import Look
@@ -52,7 +53,7 @@ from alstlib.trainers.trainer_checks import (
     advice,
     check_arguments,
     check_class,
-    check_liger,
+    check_resume,
     check_seeds,
     offloads,
 )
@@ -109,6 +110,11 @@ class TrainerMixin(Base):
         """Whether a warning about the batches was given."""
         self._counted = 0
         """The tokens of these steps."""
+        self.flops = 0.0
+        """The model's FLOPs of the steps so far: of the samples of this rank's group, without padding and recompute
+        (`models.flos`); 0 of a model that reads images."""
+        self._flops_logged = 0.0
+        self._dimensions: dict[str, Any] = {}
 
     # ----- the mesh
 
@@ -203,13 +209,20 @@ class TrainerMixin(Base):
             self._counting_since, self._counted = time.perf_counter(), 0
         slices = self._share(islice(epoch_iterator, num_batches))
         self._counted += sum(int(part.get("seen_tokens", 0)) for part in slices)
+        if self._dimensions:
+            lengths = (n for part in slices for n in documents_of(part, self.ctx.sp))
+            self.flops += sum(flos(n, n, **self._dimensions)["model"] for n in lengths)
         return slices, self._items(slices[0]) if slices else None
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Also the speed of the steps since the last log; evaluations and checkpoints between steps do not count."""
+        """Also the speed of the steps since the last log, and the share of the GPU's peak that it is where the GPU is
+        known; evaluations and checkpoints between steps do not count."""
         if "loss" in logs and self._counting_since is not None and self._counted:
             seconds, self._counting_since = time.perf_counter() - self._counting_since, None
             logs["tokens_per_second_per_gpu"] = self._counted / seconds / self.args.world_size
+            done, self._flops_logged = self.flops - self._flops_logged, self.flops
+            if done and (share := mfu(done / seconds / self.ctx.sp, self.args.device)) is not None:
+                logs["mfu"] = share
         super().log(logs, *args, **kwargs)
 
     def _share(self, batches: Iterable[Any]) -> list[Any]:
@@ -271,6 +284,7 @@ class TrainerMixin(Base):
     # ----- the model
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        check_resume(self, kwargs.get("resume_from_checkpoint", args[2] if len(args) > 2 else None))
         self._attach()
         if self.neftune_noise_alpha is not None and self.ctx.sp > 1 and self.handle is not None:
             self.neftune_hook_handle.remove()
@@ -282,8 +296,11 @@ class TrainerMixin(Base):
         base = without_adapters(self.model)
         if self.handle is not None and not self.handle.plain and any(m is self.handle.model for m in base.modules()):
             return
-        check_liger(self.args)
+        dimensions = flop_dimensions(base)
         self.handle = apply(base, self.ctx, self.alst)
+        # layers with a state have no pairs; their recurrence is not counted
+        attending = {"layers": len(self.handle.facts.attending)}
+        self._dimensions = {} if self.handle.images else {**dimensions, **attending}
         if self.ctx.world_size > 1 and not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
             # DDP would wait for their gradients
             model: Any = self.model

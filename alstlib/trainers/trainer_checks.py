@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from alstlib.data.agreement import check_same
 from alstlib.hf.inputs import check_number
+from alstlib.hf.zero_config import check_files
 
 REPLACED = ("compute_loss", "prediction_step", "get_batch_samples", "_prepare_inputs")
 """Methods of a Trainer that are the mixin's altogether: what a class behind it does there would be lost."""
@@ -49,6 +51,8 @@ def check_arguments(trainer: Any) -> None:
     args, accelerator, options = trainer.args, trainer.accelerator, trainer.alst
     several, fsdp = args.world_size > 1, getattr(accelerator.state, "fsdp_plugin", None)
     sharded = fsdp is not None or trainer.is_deepspeed_enabled
+    check_files(deepspeed_config(trainer))
+    check_liger(args)
     unused = several and not sharded and options.checkpoint and bool(args.ddp_find_unused_parameters)
     rebalance = getattr(args, "train_sampling_strategy", None) == "batch_rebalance" and trainer.ctx.sp > 1
     offloading, router = getattr(args, "activation_offloading", False), _router_loss(trainer)
@@ -74,6 +78,22 @@ def check_arguments(trainer: Any) -> None:
         (router != 0 and unweighted, f"router_aux_loss_coef={router}", "use 0.0: the model's config has none"),
     ]  # fmt: skip
     _refuse(found, "TrainerMixin")
+
+
+def deepspeed_config(trainer: Any) -> Mapping[str, Any]:
+    """The configuration that the user gave DeepSpeed; empty without it."""
+    plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
+    return {} if plugin is None else plugin.deepspeed_config
+
+
+def check_resume(trainer: Any, checkpoint: Any) -> None:
+    """DeepSpeed 0.19.8 copies the files of a checkpoint back, but its new AdamW does not read those of the moments."""
+    of = (deepspeed_config(trainer).get("zero_optimization") or {}).get("offload_optimizer") or {}
+    if checkpoint and of.get("device") == "nvme":
+        raise ValueError(
+            "resume_from_checkpoint with offload_optimizer on nvme: DeepSpeed would begin with moments of zero, and "
+            "count steps from 1; use the device cpu, or load the checkpoint's weights as a model and train anew"
+        )
 
 
 def _router_loss(trainer: Any) -> float:

@@ -160,7 +160,7 @@ EXERCISES = {
         check=token_bytes,
         hints=(
             "Use the formula of the section on what stays as long as the sequence, with K = 4 key/value heads.",
-            "The width is 128 and a head 32 wide: 2E + 4Kd + 2d elements of 4 bytes.",
+            "The width is 128 and a head 32 wide: 2E + 4KD + 2D elements of 4 bytes.",
         ),
         mistakes=(lambda: 2304, lambda: 4608),
     ),

@@ -30,6 +30,7 @@ REFERENCE = {
     "api.rst": "Public API",
     "notebooks/run.ipynb": "The run template",
     "notebooks/finetune.ipynb": "The fine-tuning template",
+    "notebooks/one_gpu.ipynb": "One GPU, a million tokens",
     "README.md": "The project",
     "notebooks/training.md": "Training with this library",
     "notebooks/runs.md": "Planning and running",
@@ -56,6 +57,23 @@ def numbered(page: Path) -> str:
     return f"{page.name[:2]} {heading(page).partition(':')[0]}"
 
 
+ONLY_IN_LAB = ("check-text", "check")
+"""Cells of the index that look at the reader's machine."""
+LAB = (
+    (r"\*\*Do this now:\*\*.*?Then read on", "Read on"),
+    (r" A slider moves with the mouse.*?\(Tab\)\.", ""),
+    (r" Run the answer cell and the check cell \(Shift\+Enter\)\.", " Run the answer cell and the check cell."),
+    (r" \*Kernel\*, \*Restart.*?clean state, and a notebook", " A notebook"),
+)
+"""What pages say about JupyterLab's menus and keys, and what is said here: nothing is run on the site."""
+
+
+def without_menus(text: str) -> str:
+    for said, here in LAB:
+        text = re.sub(said, here, text)
+    return text
+
+
 def copy(source: Path, target: Path, title: str = "") -> None:
     """A page as Sphinx reads it: a cell's `metadata.alt` becomes the alternative text of the images that it shows, and
     code that is folded in JupyterLab is folded here. `title` is put before its heading."""
@@ -64,7 +82,10 @@ def copy(source: Path, target: Path, title: str = "") -> None:
         shutil.copyfile(source, target)
         return
     notebook = json.loads(source.read_text(encoding="utf-8"))
+    notebook["cells"] = [cell for cell in notebook["cells"] if cell["id"] not in ONLY_IN_LAB]
     for cell in notebook["cells"]:
+        if cell["cell_type"] == "markdown":
+            cell["source"] = without_menus("".join(cell["source"]))
         if alt := cell["metadata"].get("alt"):
             cell["metadata"].setdefault("mystnb", {}).setdefault("image", {})["alt"] = alt
         if cell["metadata"].get("jupyter", {}).get("source_hidden"):
@@ -113,10 +134,10 @@ def stage(root: Path, work: Path) -> None:
         copy(HERE / "api.rst", work / "api.rst")
         others.insert(0, "api.rst")
     trees = [
-        toctree(caption, [(numbered(p), p.relative_to(root).as_posix()) for p in pages])
-        for caption, pages in (("Lessons", lessons), ("Solutions", solutions))
+        toctree("Lessons", [(numbered(p), p.relative_to(root).as_posix()) for p in lessons]),
+        toctree("Reference", [(REFERENCE[name], name) for name in others]),
+        toctree("Solutions", [(f"Solutions of {p.name[:2]}", p.relative_to(root).as_posix()) for p in solutions]),
     ]
-    trees.append(toctree("Reference", [(REFERENCE[name], name) for name in others]))
     index = work / INDEX
     if (root / INDEX).exists():
         copy(root / INDEX, index)

@@ -136,7 +136,8 @@ class Emulation(Job):
         run, built = self.run, len(self.layers)
         best = min(times, key=lambda t: t["step"])
         forward, backward = best["forward"] / built, best["backward"] / built
-        dimensions = {**self.dimensions, "dense_params": self.per_layer, "layers": 1}
+        whole = {name: self.dimensions[name] for name in ("heads", "head_dim")}
+        dimensions = {**whole, "dense_params": self.per_layer, "layers": 1}
         flos = {k: v / run.emulate for k, v in models.flos(run.data.seq_len, run.data.seq_len, **dimensions).items()}
         projected = best["step"] + (forward + backward) * (self.depth - built)
         return {

@@ -118,7 +118,7 @@ class Alone(Job):
         super().__init__(run, out)
         self.say(f"building {name}")
         self.stack = Stack(name, run, self.device, self.bf16)
-        self.pids = [pid for (pid,) in self.gather(os.getpid())]
+        self.pids = self.gather(os.getpid())
 
     def sample(self, length: int) -> dict[str, Tensor]:
         """Random tokens [1, S], the same on every rank."""
@@ -154,7 +154,7 @@ class Alone(Job):
         for handle in handles:
             handle.remove()
         errors = {} if self.run.engine.offload_params else self.gradient_error()
-        peaks = self.gather(self.peak(sample), stack.host_bytes())
+        peaks = self.gather([self.peak(sample), stack.host_bytes()])
         config, length = stack.model.config, sample["input_ids"].shape[1]
         layers = config.num_hidden_layers
         whole = stack.sequences * layers * config.num_attention_heads * length * (length + 1) // 2 / world
@@ -211,7 +211,7 @@ class Alone(Job):
 
         def peak(length: int) -> int:
             sample = self.sample(length)
-            most = max(p for (p,) in self.gather(self.peak(sample)))
+            most = max(self.gather(self.peak(sample)))
             self.say(f"{stack.name} at {length:,} tokens peaks {format_bytes(most)} over its start")
             return most
 
@@ -299,7 +299,7 @@ class Comparison(Job):
             "peers": made,
         }
 
-    def flops(self) -> dict[str, int]:
+    def flops(self) -> dict[str, Any]:
         with torch.device("meta"):
             return flop_dimensions(load_model(self.run, torch.float32))
 

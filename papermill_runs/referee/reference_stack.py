@@ -36,6 +36,7 @@ from alstlib.hf.models import model_config
 from alstlib.planner.measure.deep import Deep
 from alstlib.planner.measure.scope import CHECKPOINTS, EXCHANGE, Places
 from alstlib.planner.measure.simulate import Recording, Simulated, fake_ranks, moments_of, shard_of
+from alstlib.runs.train import operators
 
 FLASH = "reference"
 
@@ -183,6 +184,7 @@ def _ulysses(model: Any) -> Any:
     from deepspeed.comm import comm
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
+    operators.leave_out()
     comm.cdb = None  # of an earlier group
     deepspeed.init_distributed(dist_init_required=False)
     config = model.config

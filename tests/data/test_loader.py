@@ -20,7 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 from alstlib.base.mesh import SPContext
 from alstlib.base.reference import shift
 from alstlib.data.loader import SPDataLoader
-from alstlib.data.shard import SLICED, shard_batch
+from alstlib.data.shard import SLICED, documents_of, shard_batch
 from alstlib.runs.train.ablation import SampleOrder
 
 
@@ -80,12 +80,14 @@ def test_packed_documents(given):
         assert shard["cu_seqlens"].tolist() == [0, 3, 4, 8, 9]  # the padding is a document of its own
         assert shard["cu_seqlens"].dtype == torch.int32
     assert {int(s["step_tokens"]) for s in shards} == {5}
+    assert [documents_of(shard, 3) for shard in shards] == [DOCUMENTS] * 3
 
 
 def test_right_padding_is_turned_into_ignored_labels():
     shard = shard_batch(make(2, 5, rows=2, attention_mask=[[1, 1, 1, 0, 0], [1] * 5]), 1, 0)
     assert (shard["shift_labels"] == -100).tolist() == [[False, False, True, True, True], [False] * 4 + [True]]
     assert shard["position_ids"].tolist() == [[0, 1, 2, 0, 0], [0, 1, 2, 3, 4]]
+    assert documents_of(shard, 1) == [3, 5]
 
 
 GOOD = {"input_ids": [[1, 2, 3, 4]], "labels": [[1, 2, 3, 4]]}

@@ -166,7 +166,7 @@ def campaign(kills, seed, folder, chain=4, beside=2):
         worst = max((abs(a - b) for a, b in zip(losses, expected)), default=0.0)
         if len(losses) != len(expected) or not worst <= TOLERANCE:
             wrong.append(f"run {run.number}: its losses are {losses} and not {expected}")
-        print(f"| {run.number} | the same command | | | | | | {STEPS} losses differ by {worst:.0e} |", flush=True)
+        print(f"| {run.number} | the same command | | | | | | {len(losses)} losses differ by {worst:.0e} |", flush=True)
 
     def disturb(first):
         """So many kills of one run; then it must finish."""

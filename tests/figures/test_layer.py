@@ -1,4 +1,4 @@
-"""The picture that opens the lessons: every part is drawn, what it names is bright, and texts can be read."""
+"""The picture of the course and its strips: every part is drawn, what it names is in colour, and texts can be read."""
 
 import itertools
 import re
@@ -8,36 +8,36 @@ from pathlib import Path
 import pytest
 
 from alstlib.figures.layer import PARTS, draw_layer, save_svg
+from alstlib.figures.lines import INK
 
 SVG = Path(__file__).resolve().parents[2] / "notebooks" / "images" / "layer.svg"
 
 
-def inks(part):
-    return {text.get_text(): text.get_color() for text in draw_layer(part).axes[0].texts}
-
-
 def test_an_unknown_part_is_refused_with_those_that_are_known():
-    with pytest.raises(ValueError, match="part='mpl' must be one of memory, logits, mlp, all_to_all, adapter"):
+    with pytest.raises(ValueError, match="part='mpl' must be one of logits, mlp, all_to_all, adapter"):
         draw_layer("mpl")
 
 
-def test_what_a_part_names_is_bright_and_the_rest_is_pale():
-    whole, mlp = inks(""), inks("mlp")
-    names = ("Data adapter", "Norm and MLP", "Attention", "Sum over ranks", "Model states")
-    assert len({whole[name] for name in names}) == 1
-    assert [name for name in names if mlp[name] == whole[name]] == ["Norm and MLP"]
+@pytest.mark.parametrize("part", PARTS)
+def test_a_strip_has_what_its_part_names_in_colour(part):
+    words, bright = PARTS[part]
+    (axes,) = draw_layer(part).axes
+    named = [text.get_text() for text in axes.texts if text.get_color() == "#111111"]
+    assert len(named) == len(set(bright) - {"backward"}) + ("exchange" in bright)  # which stands there twice
+    assert f"This lesson: {words}" in [text.get_text() for text in axes.texts]
 
 
-def test_texts_lie_apart_inside_the_figure_and_are_large_enough():
-    figure = draw_layer("time")  # of the longest words
+@pytest.mark.parametrize("part, width", [("", 1100), *((part, 935) for part in PARTS)])
+def test_texts_lie_apart_inside_the_figure_and_are_large_enough(part, width):
+    figure = draw_layer(part)
     figure.canvas.draw()
     texts = figure.axes[0].texts
     assert min(text.get_fontsize() for text in texts) >= 8
     boxes = [(t.get_text(), t.get_window_extent()) for t in texts if t.get_text()]
     assert not [(a, b) for (a, one), (b, other) in itertools.combinations(boxes, 2) if one.overlaps(other)]
-    assert figure.bbox.width == 1100
-    assert not [name for name, box in boxes if min(box.x0, box.y0, 1100 - box.x1, figure.bbox.y1 - box.y1) < 0]
-    assert max(PARTS, key=lambda part: len(PARTS[part][0])) == "time"
+    assert figure.bbox.width == width
+    assert not [name for name, box in boxes if min(box.x0, box.y0, width - box.x1, figure.bbox.y1 - box.y1) < 0]
+    assert {text.get_color() for text in texts} <= {INK, "#111111", "#D55E00"}
 
 
 def words(svg):

@@ -1,17 +1,19 @@
 """Models by name: shapes, local folders, refusals, and the dimensions that FLOPS are counted from."""
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
 from cases import check_refused, make_model, same
 from cases import config as case_config
 from transformers import AutoModelForCausalLM
+from trl_runs import mixture
 
 from alstlib.base.config import RunConfig
 from alstlib.base.options import Options
 from alstlib.hf import models
-from alstlib.hf.models import flop_dimensions, load_model, model_config, put_liger
+from alstlib.hf.models import flop_dimensions, flos, load_model, mfu, model_config, put_liger
 
 
 def test_overrides_and_unknown_fields():
@@ -75,6 +77,44 @@ def test_flos_count_every_matrix_multiplication(kind, tied):
     dense = 6 * dimensions["dense_params"] * 32
     attention = 3 * 4 * 32 * 32 * dimensions["head_dim"] * dimensions["heads"] * dimensions["layers"]
     assert counter.get_total_flops() == pytest.approx(dense + attention, rel=0.02)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_flos_of_frozen_matrices_and_of_experts(kind):
+    """An adapter's base has no gradients of its own, and a token goes to two of four experts. The model's FLOPs are
+    what PyTorch counts, but for the half of the attention that is masked."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    fields = {"experts_implementation": "eager"} if kind == "mixtral" else {}
+    config = mixture() if kind == "mixtral" else case_config("gqa")
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", **fields)
+    for name, p in model.named_parameters():
+        p.requires_grad_("mlp" not in name and "head" not in name)
+    ids = torch.arange(32).view(1, 32)
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, use_cache=False).logits.sum().backward()
+    dimensions = flop_dimensions(model)
+    masked = 6 * 32 * 32 * dimensions["head_dim"] * dimensions["heads"] * dimensions["layers"]
+    assert dimensions["frozen"] > dimensions["dense_params"] / 3
+    assert counter.get_total_flops() == pytest.approx(flos(32, 32, **dimensions)["model"] + masked, rel=0.02)
+
+
+def test_flos_of_windows():
+    model = AutoModelForCausalLM.from_config(mixture(sliding_window=7))
+    dimensions = flop_dimensions(model)
+    assert dimensions["windows"] == (7, 2)
+    pairs = sum(min(i + 1, 7) for i in range(500))
+    dense = 6 * dimensions["dense_params"] * 500
+    found = (flos(500, 500, **dimensions)["model"] - dense) / (12 * 32 * 2)
+    assert found == pytest.approx(pairs, rel=0.01)
+
+
+def test_an_mfu_is_a_share_of_the_peak_of_a_gpu_that_is_known(monkeypatch):
+    assert mfu(1e12, torch.device("cpu")) is None
+    for name, share in (("NVIDIA H100 80GB HBM3", 1 / 989), ("NVIDIA GeForce RTX 4090", 1 / 165), ("a GPU", None)):
+        here = SimpleNamespace(get_device_name=lambda device, name=name: name)
+        monkeypatch.setattr(models, "accelerator", lambda device, here=here: here)
+        assert mfu(1e12, torch.device("cuda")) == (share and pytest.approx(share))
 
 
 LIGER = [

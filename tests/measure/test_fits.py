@@ -11,7 +11,7 @@ import transformers
 
 from alstlib.base.config import RunConfig
 from alstlib.hf.models import load_model
-from alstlib.planner import fits, preflight
+from alstlib.planner import fits, preflight, progress
 from alstlib.planner.activations import activations
 from alstlib.planner.fits import StepQuestion, lines_at
 from alstlib.planner.measure import answers, simulate
@@ -92,10 +92,14 @@ def test_a_config_may_name_more_kinds_than_there_are_layers():
     assert gc.get_freeze_count() > 1000, "a plan thaws what the program around it has frozen"
 
 
-def test_a_second_answer_simulates_nothing(cache, monkeypatch):
-    """From this process, from the user's cache, and not where the code is another."""
+def test_a_second_answer_simulates_nothing(cache, monkeypatch, capsys):
+    """From this process, from the user's cache, and not where the code is another. What is simulated is shown."""
     question = StepQuestion(run_of("tiny"), 1, "cuda", 9)
+    monkeypatch.setattr(progress, "EVERY", 0)
     first = lines_at(question, 700)
+    shown = capsys.readouterr().err
+    assert "alst: simulating steps of tiny, sp=1; lengths: 1 of 2; models of a few layers: 1 of " in shown
+    assert "lengths: 2 of 2" in shown
     assert len(list(cache.glob("*.json"))) == 1
     monkeypatch.setattr(answers, "answer", lambda *_: pytest.fail("it was simulated again"))
     assert lines_at(question, 701) == first
@@ -145,12 +149,17 @@ def test_what_comes_with_the_library_is_what_is_simulated_today():
         assert json.loads(json.dumps(public_fits._plain(fresh))) == found, entry
 
 
-def test_blocks_and_tiles_that_are_alike_are_not_all_run(tmp_path, monkeypatch):
-    """Soft caps run block by block: some of the blocks, and of the tiles, take as much as all."""
-    name = folder(tmp_path, "gemma2", 2)
-    run = run_of(name, attention="blockwise").replace(data={"seq_len": 4000})
+@pytest.mark.parametrize("kind, fields, how", [
+    ("gemma2", {}, {"attention": "blockwise"}), ("minimax", {"block_size": 4}, {"checkpoint": False, "offload": False}),
+    ("minimax", {"block_size": 4}, {}),
+])  # fmt: skip
+def test_what_is_alike_is_not_all_run(kind, fields, how, tmp_path, monkeypatch):
+    """Soft caps run block by block, and lightning attention piece by piece: some of these, and of the tiles, take as
+    much as all."""
+    name = folder(tmp_path, kind, 2, **fields)
+    run = run_of(name, **how).replace(data={"seq_len": 2400})
     some = simulate.simulate(run, 1)
     monkeypatch.setattr(simulate, "ENDS", 10**6)
     whole = simulate.simulate(run, 1)
-    for what in ("device_peak", "categories", "moments"):
-        assert getattr(some, what) == getattr(whole, what), what
+    assert (some.device_peak, some.categories) == (whole.device_peak, whole.categories)
+    assert {key: some.moments.get(key) for key in whole.moments} == whole.moments

@@ -14,7 +14,7 @@ from cases import attach, batch, check_refused, make_model, on_ranks, same, smal
 from device.module import device
 
 import alstlib
-from alstlib.base.sizing import STAGED, bytes_away, kept_with_disk
+from alstlib.base.sizing import STAGED, kept_with_disk, sent_away
 from alstlib.offload import disk_store
 from alstlib.offload.disk_store import DiskFailed, DiskFile
 from alstlib.offload.host_store import HostOutOfMemory
@@ -69,22 +69,22 @@ def test_the_same_bits_with_a_host_that_is_too_small(tmp_path, monkeypatch, way)
 
 
 def test_as_much_stays_on_the_host_as_it_has_room_for(tmp_path):
-    """And what stays is spread over the layers."""
-    for rows in (1, 4, 6):
-        away = bytes_away((STAGED + rows) * ROW, LAYERS * ROW, STAGED * ROW, LAYERS * ROW)
-        with with_disk(model := model_of(), tmp_path, host_memory=(STAGED + rows) * ROW) as handle:
+    """What stays is spread over the layers, and what is on its way is the share of three layers: the host is full."""
+    for rows, away in ((3, 10), (4, 9), (5, 7), (6, 6), (7, 5), (8, 3), (9, 2)):
+        with with_disk(model := model_of(), tmp_path, host_memory=rows * ROW) as handle:
             train(model, batch(LENGTH))
-            assert handle.store.file.written == away == (LAYERS - rows) * ROW
+            assert handle.store.file.written == away * ROW
+            assert handle.store.peak_nbytes == rows * ROW
     with with_disk(model := model_of(), tmp_path, host_memory=LAYERS * ROW) as handle:  # the host holds everything
         train(model, batch(LENGTH))
         assert handle.store.file.written == handle.store.file.size == 0
-    with with_disk(model := model_of(), tmp_path, host_memory=(STAGED + 5) * ROW) as handle:
+    with with_disk(model := model_of(), tmp_path, host_memory=7 * ROW) as handle:
         loss = alstlib.causal_lm_loss(model, batch(LENGTH)).loss
         ticket, stays = handle.store.latest(), []
         while ticket is not None:
             stays.append(ticket.there)
             ticket = ticket.next()
-        assert stays == [True, False] * 5
+        assert stays == [False, True, False, True, True, False, True, False, True, False]
         loss.backward()
 
 
@@ -178,7 +178,10 @@ def test_the_rule():
     rule = {"layers": 10, "input_bytes": 100, "output_bytes": 50}
     assert kept_with_disk(1500, 10**6, save="auto", **rule) == (1, 10, 1000, 0)  # no need
     assert kept_with_disk(1499, 10**6, save="auto", **rule) == (1, 10, 1000, 450)
-    assert bytes_away(1499, 1500, 450, 1500) == 451
+    page = 4096
+    assert sent_away(9 * page, 0, 10, page, (), ())[1:] == (2 * page, page)
+    assert sent_away(2 * page, 0, 10, page, (), ())[1:] == (10 * page, 2 * page)  # nothing makes room enough
+    assert sent_away(15 * page, 0, 10, page, (page, page), range(5))[1:] == (9 * page, 4 * page)  # half of them attend
     assert kept_with_disk(449, 10**6, save="auto", **rule) == (1, 0, 1000, 300)  # outputs cannot be on their way
     assert kept_with_disk(299, 10**6, save="auto", **rule)[3] == 0  # nor inputs
     assert kept_with_disk(500, 400, save=False, **rule)[0] == 2  # the disk is too small

@@ -4,6 +4,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
+import yaml
 from cases import ROOT
 from quick_steps import quick  # noqa: F401
 
@@ -11,6 +12,7 @@ from alstlib.base.config import PAPER_ROWS, ROWS, RunConfig, row_config
 from alstlib.base.options import Options
 from alstlib.base.sizing import kv_needed
 from alstlib.base.units import GIB
+from alstlib.hf.memory_plan import MemoryPlan
 from alstlib.planner import devices
 from alstlib.planner.gpus import label_bytes, rates_of
 from alstlib.planner.machine import Machine, Overheads, machine_of
@@ -18,7 +20,7 @@ from alstlib.planner.model_shapes import read_shape
 from alstlib.planner.prediction import Loading, longest, predict, states
 from alstlib.planner.preflight import foretell, why_not
 from alstlib.planner.question import Question
-from alstlib.planner.step_time import exchange_bytes, linear_flops
+from alstlib.planner.step_time import attention_passes, exchange_bytes, linear_flops
 from alstlib.planner.streaming import least_chunk
 from alstlib.runs import results
 from alstlib.runs.sweeps import load_spec
@@ -111,6 +113,11 @@ def test_the_longest_fits_and_a_longer_one_does_not():
     assert len(str(best.seq_len).rstrip("0")) <= 3
 
 
+def test_where_states_alone_are_more_than_the_host_has_nothing_is_simulated(monkeypatch):
+    monkeypatch.setattr("alstlib.planner.prediction.activations", lambda *_, **__: pytest.fail("it was simulated"))
+    assert longest(EIGHT_B, OURS, Machine(gpus=8, host_memory=60 * 10**9)) is None
+
+
 def test_what_auto_chooses_for_keys_fits_no_less_than_either_place():
     """Also where the host has room for the hidden states, and not for one layer's keys and values beside them."""
     for gpus, memory in itertools.product((1, 8, 16, 32), (400, 1900)):
@@ -145,8 +152,9 @@ def test_a_disk_takes_what_the_host_has_no_room_for():
     kept = found.activations
     assert (kept.attention_kept, kept.inputs_kept_every, kept.disk_short) == (1, 1, False)
     assert found.host_peak <= found.host_limit
-    whole = rich.host["checkpoints"]  # and three layers are on their way
-    assert found.host["checkpoints"] + kept.disk == pytest.approx(whole * (1 + 3 / EIGHT_B.layers), rel=1e-3)
+    whole, moving = rich.host["checkpoints"], kept.disk * 3 / EIGHT_B.layers  # the disk's share of three layers
+    assert found.host["checkpoints"] + kept.disk == pytest.approx(whole + moving, rel=1e-3)
+    assert found.host_peak == pytest.approx(found.host_limit, rel=0.01)
     each = kept.disk / (1e8 / 8)  # a rank's writing, and its reading
     assert slow.seconds["step"] - found.seconds["step"] == pytest.approx(2 * each, rel=0.1)
     limited = OURS.replace(options={"disk": {"folder": "/scratch", "bytes": "1GB"}})
@@ -183,17 +191,34 @@ def test_labels_are_not_bytes():
 # ----- time
 
 
+EXCHANGES = """
+{save_attention: true}
+{save_attention: false}
+{checkpoint: false}
+{save_attention: false, offload: true}
+{save_attention: false, offload: true, chunk: 100}
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 8, 16])
-@pytest.mark.parametrize("how", [{"save_attention": True}, {"save_attention": False}, {"checkpoint": False}], ids=str)
-def test_the_exchange_is_that_of_a_simulated_step(how, ranks):
+@pytest.mark.parametrize("how", map(yaml.safe_load, EXCHANGES.strip().splitlines()), ids=str)
+def test_the_exchange_is_that_of_a_simulated_step(how, ranks, monkeypatch):
+    """Where checkpoints lie on the host, one input in two is kept, as if it had no room for more."""
     from alstlib.planner.measure.simulate import simulate
 
-    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 32, "num_hidden_layers": 4}
     model = {"name": "tiny", "config": heads, "dtype": "bf16"}
+    whole, every = MemoryPlan.whole, 1 + how.get("offload", False)
+
+    def keeps_less(plan, *args):
+        whole(plan, *args)
+        plan.inputs_kept_every = every
+
+    monkeypatch.setattr(MemoryPlan, "whole", keeps_less)
     run = RunConfig(model=model, data={"seq_len": 1600}, options=Options.plain(**how))
-    forwards, kept = 1.0 + run.options.checkpoint, float(how.get("save_attention", False))
-    sent = exchange_bytes(read_shape("tiny", heads), ranks, 1600, 2, forwards, kept)
+    passes = attention_passes(run, 1 - 1 / every, float(how.get("save_attention", False)))
+    sent = exchange_bytes(read_shape("tiny", heads), ranks, 1600, 2, *passes)
     assert sent == pytest.approx(simulate(run, ranks).wire_bytes, rel=1e-6)
 
 

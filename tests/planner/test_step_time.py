@@ -85,8 +85,8 @@ def test_all_layers_together_are_the_step(name, ranks):
 @pytest.mark.parametrize("k", [2, 3, 32])
 @pytest.mark.parametrize("kept", [0.0, 1.0])
 def test_inputs_that_are_made_again_cost_a_forward(k, kept):
-    """Of the layers whose input is not kept, the exchange where outputs are not kept, and one more gathering of their
-    weights. Their products and attention are those of `test_all_layers_together_are_the_step`."""
+    """Of the layers whose input is not kept, what its backward sends instead where outputs are not kept, and one more
+    gathering of their weights. Their products are those of `test_all_layers_together_are_the_step`."""
     run, tokens = OURS.replace(**RUNS["attention twice"]), 512_000
     once = replace(both(run, 8, tokens)[2], attention_kept=kept)
 
@@ -96,8 +96,9 @@ def test_inputs_that_are_made_again_cost_a_forward(k, kept):
         before, after = (step_seconds(*given, replace(once, inputs_kept_every=every)) for every in (1, k))
         return {part: (after[part] - before[part]) / (1 - -(-32 // k) / 32) for part in after}
 
-    forward = exchange_bytes(SHAPE, 8, tokens, 2, 2, 0) - exchange_bytes(SHAPE, 8, tokens, 2, 1, 0)
-    assert more(RATES)["exchange"] == pytest.approx((1 - kept) * forward / RATES.link)
+    more_sent = exchange_bytes(SHAPE, 8, tokens, 2, 3, 1) - exchange_bytes(SHAPE, 8, tokens, 2, 2, 0)
+    assert more(RATES)["exchange"] == pytest.approx((1 - kept) * more_sent / RATES.link)
+    assert more(RATES)["attention"] == 0  # what it returns then serves the recompute
     late = more(replace(RATES, link=1e6))
     gathered = SHAPE.parameters * 2 * 7 / 8 / 1e6 - late["matrix products"] - late["attention"]
     assert late["waiting for memory and network"] == pytest.approx(gathered)

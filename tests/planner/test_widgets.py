@@ -11,10 +11,12 @@ from alstlib.planner.model_shapes import read_shape
 from alstlib.planner.prediction import longest
 
 
+def bar(width):
+    return plots.paired({"a": (float(width), 1.0)}, ("this", "that"), "MiB", show=str)
+
+
 def draw(ranks, heads):
-    return plots.bars({"a": float(ranks * heads)}, "MiB"), widgets.html_table(
-        ("", "MiB"), [("a<b", str(ranks * heads))]
-    )
+    return bar(ranks * heads), widgets.html_table(("", "MiB"), [("a<b", str(ranks * heads))])
 
 
 def test_controls_draw_anew(monkeypatch):
@@ -33,7 +35,7 @@ def test_controls_without_a_kernel_show_the_first(monkeypatch):
     figures = []
     monkeypatch.setattr("IPython.display.display", figures.append)
     left = widgets.follow(draw, ranks=([2, 4], 4), heads=([1, 8], 8))
-    assert [bar.get_width() for bar in figures[0].axes[0].patches] == [32.0]
+    assert [bar.get_width() for bar in figures[0].axes[0].patches] == [32.0, 1.0]
     assert ">32<" in left.data
     assert not hasattr(left, "children")
 
@@ -42,7 +44,7 @@ def test_a_figure_or_a_table_by_itself(monkeypatch):
     """With values named as lengths are, and a checkbox for a flag."""
 
     def one(tokens, table):
-        return str(tokens) if table else plots.bars({"a": float(tokens)}, "tokens")
+        return str(tokens) if table else bar(tokens)
 
     monkeypatch.setenv("ALST_STATIC", "1")
     controls = {"tokens": ([1000, 2000], 1000)}
@@ -63,5 +65,7 @@ def test_the_wall_marks_the_longest_that_fits():
     figure, table = widgets.wall(shape, run, Machine(gpus=8), lengths, "alst")
     assert f"{format_tokens(longest(shape, run, Machine(gpus=8)).seq_len)} tokens" in table
     assert figure.axes[0].get_title("left") == "alst"
+    assert len(figure.axes[0].get_legend().texts) == len(widgets.COLOURS)
+    assert figure.axes[0].get_xlim()[1] == lengths[-1]
     with pytest.raises(ValueError, match="gpu_memory=None"):
         widgets.wall(shape, run, Machine(gpu_memory=None), lengths, "")

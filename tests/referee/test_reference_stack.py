@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import reference_stack
 from reference_stack import ReferenceStack
+from torch.utils import cpp_extension
 
 from alstlib.base.config import RunConfig
 from alstlib.base.options import Options
@@ -20,7 +21,8 @@ SMALL = {
     [(2, 1, False, False, False), (2, 2, False, True, False), (2, 2, True, True, True), (1, 4, True, True, True)],
 )
 def test_real_tensors_at_small_sizes(heads, ranks, mlp, loss, offload, monkeypatch):
-    """The same moments, to the byte and the category."""
+    """The same moments, to the byte and the category. Nothing of DeepSpeed is compiled, which takes a minute."""
+    monkeypatch.setattr(cpp_extension, "load", lambda *_, **__: pytest.fail("an operator is compiled"))
     options = Options.plain(tiles={"mlp": mlp, "loss": loss, "norm": False}, offload=offload)
     model = {"name": "tiny", "config": {**SMALL, "num_key_value_heads": heads}, "dtype": "bf16"}
     stack = ReferenceStack(RunConfig(model=model, options=options), ranks)

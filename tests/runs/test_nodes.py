@@ -14,8 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from cases import check_refused, lines_of, listening, living, make_file, reads_proc, values_of, wait_for
+from cases import ROOT, check_refused, lines_of, listening, living, make_file, reads_proc, values_of, wait_for
 from test_launch import PATHS, hanging, in_thread, later, processes_of, result_of, start, with_gpus
+from test_repository import program, run
 
 from alstlib.base import sizing
 from alstlib.runs import cli, cluster, launch, processes, results, torchrun
@@ -112,6 +113,21 @@ def test_a_run_ends_before_its_job(monkeypatch):
     for left, seconds in ((4000, 4000 - cluster.MARGIN_SECONDS), (80, 40)):
         monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + left))
         assert cluster.job_seconds() == pytest.approx(seconds, abs=1)
+
+
+@pytest.mark.parametrize("said, end", [("NONE", ""), ("2026-01-31T12:00:00", "1769860800")])
+def test_the_job_loads_modules_reads_settings_and_is_queued_again(tmp_path, said, end):
+    """The batch script, with stand-ins for Slurm's programs and for `alst run`, whose time is up."""
+    program(tmp_path / "squeue", f"echo {said}")
+    program(tmp_path / "scontrol", 'echo "scontrol $*"')
+    python = program(tmp_path / "python", f'echo "$LOADED, $SET, $ALST_JOB_END, $*"\nexit {cluster.AGAIN}')
+    (tmp_path / "setup.sh").write_text("export SET=read\n")
+    given = {"ALST_MODULES": "gcc/13 cuda/13", "ALST_SETUP": "setup.sh", "ALST_PYTHON": python, "SLURM_JOB_ID": "7"}
+    given |= {"BASH_FUNC_module%%": '() { export LOADED="$*$NOT_SET"; }', "TZ": "UTC"}
+    done = run(["bash", ROOT / "env" / "cluster" / "alst.sbatch", "SPEC", "--rows", "a"], tmp_path, **given)
+    started = f"load gcc/13 cuda/13, read, {end}, -m alstlib.runs.cli run SPEC --rows a"
+    assert (done.stdout.splitlines(), done.stderr) == ([started, "scontrol requeue 7"], "")
+    assert done.returncode == cluster.AGAIN
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")

@@ -207,7 +207,13 @@ class Cluster:
             Broken: it is in none of them in time; says where it is, and how its log ends.
         """
         found = {}
-        if wait_for(lambda: found.update(self.show("job", job)) or found.get("JobState") in states.split(), seconds):
+
+        def there():
+            with contextlib.suppress(subprocess.TimeoutExpired):  # slurmctld lost the question: it is asked again
+                found.update(self.show("job", job))
+            return found.get("JobState") in states.split()
+
+        if wait_for(there, seconds):
             return found
         where = f"{found.get('JobState', 'unknown')} ({found.get('Reason', '')}), not {states}, after {seconds:.0f} s"
         raise Broken(f"job {job} is {where}; the end of its log:\n{tail(Path(found.get('StdOut', '/dev/null')))}")

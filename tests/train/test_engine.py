@@ -1,12 +1,15 @@
 """The engine: what it saves is what it trained, and the fields of a run reach it."""
 
+import contextlib
 import json
 import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import zoo
+from async_files import OPERATOR
 from cases import by_own_names, check_refused, make_model, make_samples, same, whole_state, wrap
 from deepspeed.accelerator import get_accelerator
 from safetensors import safe_open
@@ -18,11 +21,12 @@ from alstlib.base.config import RunConfig
 from alstlib.data.corpus import get_tokenizer
 from alstlib.data.loader import SPDataLoader
 from alstlib.hf.saving import save_model
-from alstlib.hf.zero_config import engine_config
+from alstlib.hf.zero_config import ON_DISK, check_files, engine_config
 from alstlib.planner.model_states import Sizes, model_states
 from alstlib.runs.train import engine as engines
 from alstlib.runs.train import operators
 from alstlib.runs.train.engine import host_tensors, initialize, take_step
+from alstlib.runs.train.worker import Job, files_of, work
 
 IDS = torch.arange(24).view(1, -1) % 96
 
@@ -196,6 +200,72 @@ def test_the_configuration_says_what_the_run_says():
     assert zero(run.replace(engine={"prefetch": False}))[prefetch] == 0 < large[prefetch]
     plain = zero(RunConfig(engine={"zero_stage": 1, "offload_optimizer": False}))
     assert not {"offload_param", "offload_optimizer", prefetch} & set(plain)
+
+
+def test_states_in_files_are_configured(tmp_path):
+    """In pieces that take little of the host."""
+    found = alstlib.zero_config(make_model(), nvme_path=tmp_path, offload_optimizer="nvme")["zero_optimization"]
+    assert found["offload_optimizer"] == {"device": "nvme", "nvme_path": str(tmp_path), "pin_memory": False}
+    assert (found["stage"], found["sub_group_size"], "offload_param" in found) == (3, ON_DISK, False)
+    assert "sub_group_size" not in alstlib.zero_config(make_model(), offload_optimizer=True)["zero_optimization"]
+
+
+@pytest.mark.parametrize(
+    "stage, path, compiles, says",
+    [
+        (2, "", True, "offload_optimizer on nvme needs ZeRO-3: DeepSpeed's stage 2 keeps it in the host's memory"),
+        (3, None, True, "nvme_path=None of offload_optimizer must be a folder on a local disk that is there"),
+        (3, "gone", True, "gone' of offload_optimizer must be a folder"),
+        (3, "", False, "needs DeepSpeed's operator async_io, which cannot be compiled here: install libaio's headers"),
+        (3, "", True, None),
+    ],
+)
+def test_files_that_deepspeed_would_not_write_are_refused(monkeypatch, tmp_path, stage, path, compiles, says):
+    monkeypatch.setattr(OPERATOR, "is_compatible", lambda self, verbose=False: compiles)
+    folder = None if path is None else str(tmp_path / path)
+    config = {"zero_optimization": {"stage": stage, "offload_optimizer": {"device": "nvme", "nvme_path": folder}}}
+    if says is None:
+        check_files(config)
+    else:
+        check_refused(says, check_files, config)
+    for other in ({}, {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}):
+        check_files(other)
+    weights = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": folder}}}
+    check_refused(
+        "offload_param on nvme: DeepSpeed .* loses count of its buffers .*; use the device cpu", check_files, weights
+    )
+
+
+class Files(Job):
+    """A run that has files, and ends well or not."""
+
+    def __call__(self):
+        self.folder = Path(self.with_files().engine.nvme_path)
+        (self.folder / "a.swp").write_text("of an attempt that is killed")
+        assert Path(self.with_files().engine.nvme_path) == self.folder
+        assert [*self.folder.iterdir()] == []
+        (self.folder / "b.swp").write_text("")
+        if self.run.row:
+            raise RuntimeError(f"with {self.folder}")
+        return {"folder": str(self.folder)}
+
+
+@pytest.mark.parametrize("row", ["", "fails"])
+def test_a_runs_files_are_its_own_and_end_with_it(tmp_path, monkeypatch, row):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    disk, out = tmp_path / "disk", tmp_path / "out"
+    engine = {"world_size": 1, "offload_optimizer": "nvme", "nvme_path": str(disk)}
+    run = RunConfig(row=row, emulate=2, engine=engine)
+    out.mkdir()
+    check_refused("disk' is no folder on this node", Files(run, out).with_files)
+    (disk / "alst-of-another").mkdir(parents=True)
+    with pytest.raises(RuntimeError, match=str(disk)) if row else contextlib.nullcontext():
+        work(run, out, Files)
+    result = json.loads((out / "result.json").read_text())
+    assert str(disk / "alst-") in (result["error"]["message"] if row else result["metrics"]["folder"])
+    assert [*disk.iterdir()] == [disk / "alst-of-another"]
+    assert files_of(run, out, 0) != files_of(run, tmp_path, 0) != files_of(run, tmp_path, 1)
+    assert files_of(RunConfig(), out, 0) is None
 
 
 def test_a_users_own_loop_gets_the_configuration_of_our_runs():

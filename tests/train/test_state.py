@@ -2,18 +2,21 @@
 
 import contextlib
 import errno
+import functools
 import io
 import json
 import os
 import re
 import shutil
 import threading
+from collections import Counter
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import yaml
+from async_files import OPERATOR, async_files
 from cases import lines_of, make_model, make_samples, run_with, values_of, whole_state
 from operators import error_of
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -23,6 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 import alstlib
 from alstlib.base.config import FIELDS, RunConfig
 from alstlib.data.loader import SPDataLoader
+from alstlib.hf import zero_config
 from alstlib.hf.saving import full_weights
 from alstlib.runs.train import files
 from alstlib.runs.train import state as states
@@ -161,6 +165,47 @@ STAGES = """
 def test_any_stage_goes_on_from_any_other(ranks2, tmp_path, source, target, dtype):
     """In bf16 too, which keeps fp32 weights."""
     check_continued(ranks2, tmp_path, run_config(*source, dtype=dtype), run_config(*target, dtype=dtype))
+
+
+def in_files(rank, world, task, compiled, *args):
+    """A task of a rank whose optimizer may have its states in files, several groups of them."""
+    with async_files(compiled), mock.patch.object(zero_config, "ON_DISK", 300_000):
+        return task(rank, world, *args)
+
+
+LARGE = {"vocab_size": 9600, "hidden_size": 64, "intermediate_size": 128}
+"""Half of it is more than 1 MiB in fp32: DeepSpeed keeps less in memory."""
+
+
+def checked(rank, world, task, folder, *args):
+    """A task, and how much it left in files of this rank."""
+    made = task(rank, world, *args)
+    files = [path.name for path in Path(folder).rglob(f"optimizer/rank{rank}/*.swp")]
+    return made, sorted(name.partition(".")[0].rstrip("0123456789_") for name in files if "gradient" not in name)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_states_in_files(ranks2, tmp_path, compiled):
+    """They train as on the host, but that a norm is summed by groups, and a run goes on from there to a host and from a
+    host to there."""
+    if compiled and not OPERATOR().is_compatible():
+        pytest.skip("DeepSpeed's async_io cannot be compiled: libaio's headers are not installed")
+    pool, swap, host = functools.partial(ranks2, in_files), tmp_path / "swap", run_config(3, True)
+    swap.mkdir()
+    away = run_config(3, "nvme", nvme_path=str(swap))
+    saved = {"host": pool(write, compiled, str(tmp_path / "host"), host, LARGE)[0]}
+    want, losses = saved["host"]
+    for made, names in pool(checked, compiled, write, str(swap), str(tmp_path / "away"), away, LARGE):
+        saved["away"] = made
+        for name, value in made[0].items():
+            torch.testing.assert_close(value, want[name])
+        assert made[1] == pytest.approx(losses, rel=1e-6)
+        counts = Counter(names)
+        assert counts[""] == counts["exp_avg-"] == counts["exp_avg_sq-"] > 1
+    for folder, target in (("away", host), ("host", away), ("away", away)):
+        for values, _, got in pool(read, compiled, str(tmp_path / folder), target, LARGE):
+            assert differing(saved[folder][0], values) == []
+            assert got == pytest.approx(saved[folder][1], rel=1e-6)
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -3,20 +3,25 @@
 import functools
 import itertools
 import re
-from types import SimpleNamespace
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from async_files import async_files
 from cases import check_refused, make_model, plain_step
 from datasets import Dataset
-from exactness.training import collate
+from exactness.training import collate, zero
 from pictures import IMAGE, document, rows_of, small_vlm
 from torch.utils.data import IterableDataset
 from trainers import (
+    OPTIONS,
     SETTINGS,
     STEPS,
     accelerate_here,
+    adapted,
     as_one_process,
     check_runs,
     errors,
@@ -30,9 +35,13 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from trl_runs import mixture
 
 import alstlib
+from alstlib.hf import models
+from alstlib.hf.models import flop_dimensions, flos
 from alstlib.planner.measure.ledger import Ledger
 from alstlib.trainers import trainer as trainer_module
 from alstlib.trainers import trainer_checks
+from alstlib.trainers.trainer import without_adapters
+from alstlib.trainers.trainer_checks import check_resume
 
 ENGINES = ["ddp", "zero1", "zero2", "zero3", "fsdp2"]
 EVALUATED = {"evaluate": True, "eval_strategy": "steps", "eval_steps": 5}
@@ -407,6 +416,115 @@ def test_switches_of_the_ecosystem(monkeypatch):
     speeds = [line["tokens_per_second_per_gpu"] for line in lines]
     assert len(speeds) == 3
     assert [speed * 2 for speed in speeds] == pytest.approx(steps)
+
+
+LARGE = functools.partial(make_model, vocab_size=9600, hidden_size=64, num_hidden_layers=1)
+"""Half of its weights are more than 1 MiB in fp32: of less DeepSpeed writes no file."""
+
+
+def with_files(rank, world, folder, device):
+    """A training with DeepSpeed's configuration of a user, and the number of moments that it left in files."""
+    away = {"device": device, "nvme_path": folder, "pin_memory": False}
+    config = {**zero(3), "zero_optimization": {"stage": 3, "offload_optimizer": away}}
+    with async_files():
+        made = run(rank, world, "ours", "zero3", {"kind": LARGE, "max_steps": 3, "deepspeed": config})
+    return made, len([*Path(folder).rglob(f"optimizer/rank{rank}/exp_avg*.swp")])
+
+
+def test_optimizer_states_in_files(ranks2, tmp_path):
+    """The same bits as on the host."""
+    (want, none), _ = ranks2(with_files, str(tmp_path), "cpu")
+    for got, files in ranks2(with_files, str(tmp_path), "nvme"):
+        assert (none, files) == (0, 2)
+        assert set(errors(got, want).values()) == {0.0}
+
+
+def test_a_resume_from_files_is_refused():
+    """DeepSpeed restores the weights of such a checkpoint, but not the moments and the number of steps."""
+    files = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "."}}}
+    plugin = SimpleNamespace(deepspeed_config=files)
+    trainer = SimpleNamespace(accelerator=SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin)))
+    says = "resume_from_checkpoint with offload_optimizer on nvme: DeepSpeed would begin .* moments"
+    check_refused(says, check_resume, trainer, "checkpoint-7")
+    check_resume(trainer, None)
+    plugin.deepspeed_config = {}
+    check_resume(trainer, "checkpoint-7")
+
+
+LIGER = {"use_liger_kernel": True, "liger_kernel_config": {"fused_linear_cross_entropy": False}}
+
+
+@pytest.mark.usefixtures("here")
+def test_ligers_kernels_run_inside_the_tiles(monkeypatch):
+    """With a stand-in for the package, which replaces the forwards of a model's modules as Liger does; its kernels
+    themselves are in tests/cuda/test_liger.py."""
+    seen, given, losses = [], {}, []
+
+    def replace(model, **config):
+        given.update(config)
+        for layer in model.model.layers:
+            inner = layer.mlp.forward
+            # the model is looked at while it is attached
+            layer.mlp.forward = lambda x, inner=inner: seen.append(trainer.handle and x.shape[1]) or inner(x)
+
+    stand_in = ModuleType("liger_kernel.transformers")
+    stand_in._apply_liger_kernel_to_instance = replace
+    monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", stand_in)
+    monkeypatch.setattr("transformers.integrations.liger.is_liger_kernel_available", lambda: True)
+    for settings in ({}, LIGER):
+        trainer = build(settings={"max_steps": 2, **settings}, alst=alstlib.Options(**OPTIONS))
+        trainer.train()
+        losses.append([line["loss"] for line in trainer.state.log_history if "loss" in line])
+    assert given == LIGER["liger_kernel_config"]
+    assert set(seen) <= {None, 1, 2, 3, 4, 5}
+    assert 5 in seen
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("config", [None, {"rope": True}, {"fused_linear_cross_entropy": True}])
+@pytest.mark.usefixtures("here")
+def test_ligers_fused_loss_is_refused(config):
+    settings = {"use_liger_kernel": True, "liger_kernel_config": config}
+    says = "replaces the model's forward with Liger's fused loss: write .*'fused_linear_cross_entropy': False"
+    check_refused(says, build, settings=settings)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.usefixtures("here")
+def test_the_log_has_an_mfu_where_the_gpu_is_known(monkeypatch, lora):
+    """The FLOPs of each sample's own tokens and pairs, without padding; on a CPU there is none."""
+    clock, data = itertools.count(1000.0, 2.0), samples(4)
+    monkeypatch.setattr(trainer_module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    model = adapted(make_model(), ()) if lora else make_model()
+    trainer = build(settings={"max_steps": 1, "per_device_train_batch_size": 2}, model=model, train_dataset=data)
+    each = flop_dimensions(without_adapters(model))
+    assert (each["frozen"] > 0) == lora
+    trainer.train()
+    wanted = sum(flos(n, n, **each)["model"] for n in (len(sample["labels"]) for sample in data))
+    assert trainer.flops == pytest.approx(wanted)
+    assert "mfu" not in trainer.state.log_history[0]
+    gpu = SimpleNamespace(get_device_name=lambda device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(models, "accelerator", lambda device: gpu)
+    trainer.train()
+    assert trainer.state.log_history[0]["mfu"] == pytest.approx(wanted / 2 / 989e12)
+
+
+def test_the_mfu_of_ranks_that_share_a_sample(ranks2):
+    """Each has its part of the group's FLOPs."""
+    dimensions = flop_dimensions(make_model())
+    wanted = sum(flos(n, n, **dimensions)["model"] for n in (len(sample["labels"]) for sample in samples(4)))
+    assert ranks2(shares) == [pytest.approx(wanted / 2)] * 2
+
+
+def shares(rank, world):
+    """FLOPs a second that become a share of a peak, times the seconds."""
+    clock, found = itertools.count(1000.0, 1.0), []
+    with accelerate_here("ddp"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer_module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+        patch.setattr(trainer_module, "mfu", lambda flops, device: found.append(flops))
+        build(settings={"max_steps": 1, "gradient_accumulation_steps": 4}, sp=2, train_dataset=samples(4)).train()
+    return found[0]
 
 
 ROPE = {"rope_type": "default", "rope_theta": 5e5}

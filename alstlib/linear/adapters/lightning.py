@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -59,24 +59,39 @@ def decayed_attention(
     state is h = exp(-slope) h + k v^T and the output q h.
     """
     wide = torch.promote_types(v.dtype, torch.float32)
-    state = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3], dtype=wide)
-    state, slope, outs = state if initial_state is None else initial_state, slopes.to(wide)[:, None, None], []
+    if initial_state is None:
+        initial_state = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3], dtype=wide)
     whole, rest = divmod(q.shape[1], chunk_size)
     together = max(AT_ONCE, whole // AT_ONCE)
     full, last = divmod(whole, together)
-    pieces = [(n * chunk_size, chunk_size) for n in [together] * full + [last]] + [(rest, rest)]
-    sizes, chunks = zip(*((size, part) for size, part in pieces if size))
-    parts = zip(chunks, *(t.transpose(1, 2).to(wide).split(sizes, 2) for t in (q, k, v)))
-    for tokens, q_i, k_i, v_i in parts:
-        q_i, k_i, v_i = (t.unflatten(2, (-1, tokens)) for t in (q_i, k_i, v_i))  # [B, H, chunks, tokens, K or V]
-        at = torch.arange(1, tokens + 1, device=q.device, dtype=wide)[:, None]
-        decay = slope[:, None]  # for each head, of a token
-        inside = (q_i @ k_i.mT) * (decay * (at.mT - at)).exp().tril()  # no token sees later ones
-        ends = (k_i * (decay * (at - tokens)).exp()).mT @ v_i  # what each chunk adds to the state
-        ended = torch.arange(q_i.shape[2] + 1, device=q.device, dtype=wide)[:, None]  # chunks before a start
-        later = (ended - 1 - ended[:-1].mT).clamp(min=0)  # chunks between the end of one and the start of another
-        starts = ((-slope * tokens * later).exp().tril(-1) @ ends.flatten(3)).unflatten(3, state.shape[2:])
-        starts = starts + (-slope * tokens * ended).exp()[..., None] * state[:, :, None]
-        outs.append((inside @ v_i + q_i * (-decay * at).exp() @ starts[:, :, :-1]).flatten(2, 3))
-        state = starts[:, :, -1]
-    return torch.cat(outs, 2).transpose(1, 2).to(v.dtype), state
+    sizes = [size for size in [together * chunk_size] * full + [last * chunk_size, rest] if size]
+    piece = functools.partial(_piece, slopes.to(wide)[:, None, None], chunk_size)
+    out, state = in_turn(piece, [t.transpose(1, 2).to(wide) for t in (q, k, v)], sizes, initial_state)
+    return out.transpose(1, 2).to(v.dtype), state
+
+
+def in_turn(
+    piece: Callable[..., tuple[Tensor, Tensor]], tensors: Sequence[Tensor], sizes: Sequence[int], state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The output [B, H, S, V] and the last state of pieces of so many tokens, of which each begins with the state that
+    the one before leaves."""
+    outs = []
+    for parts in zip(*(t.split(sizes, 2) for t in tensors)):
+        out, state = piece(state, *parts)
+        outs.append(out)
+    return torch.cat(outs, 2), state
+
+
+def _piece(slope: Tensor, chunk_size: int, state: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    """q, k, v [B, H, s, K or V] of some whole chunks, or of a shorter one -> output and state."""
+    tokens = min(chunk_size, tensors[0].shape[2])
+    q, k, v = (t.unflatten(2, (-1, tokens)) for t in tensors)  # [B, H, chunks, tokens, K or V]
+    at = torch.arange(1, tokens + 1, device=q.device, dtype=q.dtype)[:, None]
+    decay = slope[:, None]  # for each head, of a token
+    inside = (q @ k.mT) * (decay * (at.mT - at)).exp().tril()  # no token sees later ones
+    ends = (k * (decay * (at - tokens)).exp()).mT @ v  # what each chunk adds to the state
+    ended = torch.arange(q.shape[2] + 1, device=q.device, dtype=q.dtype)[:, None]  # chunks before a start
+    later = (ended - 1 - ended[:-1].mT).clamp(min=0)  # chunks between the end of one and the start of another
+    starts = ((-slope * tokens * later).exp().tril(-1) @ ends.flatten(3)).unflatten(3, state.shape[2:])
+    starts = starts + (-slope * tokens * ended).exp()[..., None] * state[:, :, None]
+    return (inside @ v + q * (-decay * at).exp() @ starts[:, :, :-1]).flatten(2, 3), starts[:, :, -1]

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from alstlib.base.config import Model, RunConfig
-from alstlib.hf.by_position import CHUNKED
+from alstlib.hf.models import share_of_token, windows_of
 from alstlib.hf.support import check_model
 from alstlib.linear.adapters import mixers_of
 from alstlib.planner.fits import KERNEL, REFERENCE, StepQuestion, part_of
@@ -24,6 +24,7 @@ from alstlib.planner.measure.deep import PROBE, Deep
 from alstlib.planner.measure.scope import ATTENTION, STATES, category
 from alstlib.planner.measure.simulate import whole_model
 from alstlib.planner.measure.towers import tower
+from alstlib.planner.progress import watched
 
 
 def answer(what: str, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,8 +68,9 @@ def span(question: str, tokens: int) -> dict[str, Any]:
     (`Deep.lengths`)."""
     deep = _deep(question)
     lengths, low, high = deep.lengths(tokens)
-    found, further = [deep.at(tokens * deep.ranks) for tokens in lengths], lengths[-1] - lengths[0]
-    first, then = found[0], found[-1]
+    with watched("lengths", lengths) as each:
+        found = [deep.at(tokens * deep.ranks) for tokens in each]
+    first, then, further = found[0], found[-1], lengths[-1] - lengths[0]
 
     def line(here: float, there: float) -> tuple[float, float]:
         slope = (there - here) / further if further else 0.0
@@ -123,11 +125,8 @@ def count(name: str, overrides: Mapping[str, Any], trust: bool, images: bool) ->
             if p.ndim > 1 and mixes and category(f".{i}.{path.rpartition('.')[0]}") in (ATTENTION, STATES):
                 mixing += p.numel()
             elif p.ndim > 1:
-                mlps += p.numel() * _share(model, layer, path, p)
-    window = getattr(config, "sliding_window", None) or (facts.attention_chunk or 0) // 2
-    kinds = list(getattr(config, "layer_types", None) or ())
-    near = sum(kind in ("sliding_attention", CHUNKED) for kind in kinds)
-    windowed = near if kinds else len(facts.layers) * bool(window)
+                mlps += p.numel() * share_of_token(layer, path, p.shape, config)
+    window, windowed = windows_of(config, len(facts.layers), facts.attention_chunk)
     head, linear = model.get_output_embeddings().weight, Counter[str]()
     for path, m in model.named_modules():
         if isinstance(m, nn.Linear) and m.weight is not head:
@@ -138,7 +137,7 @@ def count(name: str, overrides: Mapping[str, Any], trust: bool, images: bool) ->
         "mlp": mlp if isinstance(mlp, int) else 0,
         "layers": len(facts.layers), "heads": facts.heads, "kv_heads": facts.kv_heads or facts.heads,
         "head_dim": facts.kv_widths - facts.value_width, "value_dim": facts.value_width,
-        "window": window if windowed else 0, "windowed": windowed,
+        "window": window, "windowed": windowed,
         "softcap": getattr(config, "attn_logit_softcapping", None) is not None, "attending": len(facts.attending),
         "parameters": sum(sizes), "largest_tensor": max(sizes),
         "layer_parameters": max(sum(p.numel() for p in layer.parameters()) for layer in facts.layers),
@@ -159,17 +158,6 @@ def _recurrence(run: RunConfig, layers: Sequence[Sequence[nn.Module]]) -> dict[s
         "tail": sum(m.in_channels * (m.kernel_size[0] - 1) for m in convolutions),
         "layer": asdict(met[0]) if met else None,
     }
-
-
-def _share(model: Any, layer: nn.Module, path: str, p: torch.Tensor) -> float:
-    """The share of a matrix of an MLP that multiplies each token: of experts, those that it goes to."""
-    names = path.split(".")
-    blocks = [layer.get_submodule(".".join(names[:i])) for i in range(1, len(names))]
-    each = [k for m in blocks for n in ("top_k", "num_experts_per_tok") if isinstance(k := getattr(m, n, None), int)]
-    listed = [len(m) for m, name in zip(blocks, names) if name == "experts" and isinstance(m, nn.ModuleList)]
-    experts = listed[-1] if listed else p.shape[0] if p.ndim > 2 else 0
-    chosen = max(each, default=getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1)
-    return min(1.0, chosen / experts) if experts else 1.0
 
 
 if __name__ == "__main__":

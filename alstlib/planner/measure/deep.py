@@ -24,6 +24,7 @@ from alstlib.base.options import TiledPart
 from alstlib.base.sizing import TileRule, page_keys, tile_for
 from alstlib.planner.measure.simulate import Simulated, decoder_layers, layer_of, roomy, run_model, whole_model
 from alstlib.planner.measure.small import LAYERS
+from alstlib.planner.progress import watched
 
 LEAST = 64
 """Rows below which the blocks of kernels show: such steps are simulated at their length."""
@@ -98,9 +99,11 @@ class Deep:
     def at(self, seq_len: int) -> Simulated:
         """The whole model at this length."""
         gc.collect()  # fake tensors of earlier steps, which a search of an hour would let grow to gigabytes
-        few = self.shallow(self.chosen, seq_len)
         first, *rest = self.chosen
-        more = {kind: self.shallow([first, i, *rest], seq_len) for kind, i in self.further.items()}
+        models = [self.chosen, *([first, i, *rest] for i in self.further.values())]
+        with watched("models of a few layers", models) as each:
+            few, *others = [self.shallow(layers, seq_len) for layers in each]
+        more = dict(zip(self.further, others))
         moments: dict[str, dict[str, int]] = {}
         for key, base in few.moments.items():
             before = layer_of(key, len(self.layers))

@@ -34,7 +34,7 @@ from alstlib.runs.results import Json
 from alstlib.runs.train.engine import host_tensors, initialize, take_step
 from alstlib.runs.train.resume import of_first
 from alstlib.runs.train.state import RunStates
-from alstlib.runs.train.worker import Training, mfu, run_worker
+from alstlib.runs.train.worker import Training, run_worker
 from alstlib.runs.workers import ABLATION
 
 WATCHED = 2
@@ -78,7 +78,7 @@ class AblationRun(Training):
         if run.contrib.sparse is not None:
             select_pages(self.handle, Sparse(**run.contrib.sparse))
         torch.manual_seed(run.optim.seed + 1 + self.rank)  # dropout masks differ between shards
-        self.engine = initialize(run, model, self.bf16, self.say, unplaced)
+        self.engine = initialize(self.with_files(), model, self.bf16, self.say, unplaced)
         budget = run.limits.device_memory
         if budget is None and self.gpu and run.search:
             # a margin for what the allocator does not count: context, communication buffers, fragments
@@ -156,7 +156,7 @@ class AblationRun(Training):
         self.ledger.start()
         self.length = seq_len
         self._trial(seq_len, 1)
-        peak = max(self.gather(self.ledger.device_peak))[0]
+        peak = max(self.gather(self.ledger.device_peak))
         self.progress.emit("tried", row=self.run.row, seq_len=seq_len, peak=peak, message="tried")
         return peak
 
@@ -207,7 +207,7 @@ class AblationRun(Training):
             "wire_bytes": made["wire_bytes"][-1],
             "flos": flos,
             "tflops": {name: count / seconds / ranks / 1e12 for name, count in flos.items()},
-            "mfu": mfu(flos["model"] / seconds / ranks, self.device),
+            "mfu": models.mfu(flos["model"] / seconds / ranks, self.device),
             "attention_kept": handle.plan.attention_kept,
             "inputs_kept_every": handle.plan.inputs_kept_every,
             "kv_on_host": handle.plan.kv_on_host,

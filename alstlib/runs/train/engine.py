@@ -12,7 +12,7 @@ from alstlib.base.config import RunConfig
 from alstlib.base.mesh import ATTACHED
 from alstlib.hf.loading import UnplacedModel, place
 from alstlib.hf.support import check_shared
-from alstlib.hf.zero_config import engine_config
+from alstlib.hf.zero_config import check_files, engine_config
 from alstlib.runs.train import operators
 
 
@@ -35,6 +35,7 @@ def initialize(
             ramp = run.optim.warmup_steps + 1
             return torch.optim.lr_scheduler.LambdaLR(adam, lambda done: min(1.0, (done + 1) / ramp))
 
+    check_files(config)
     if unplaced is not None:
         place(unplaced, config)
     engine, *_ = deepspeed.initialize(model=model, config=config, lr_scheduler=scheduler, dist_init_required=False)
@@ -76,24 +77,37 @@ def masters(engine: Any) -> list[Tensor]:
 
 def reserve_adam_state(engine: Any) -> None:
     """Make AdamW's state now, as its first step would: so that the first step's memory is every step's memory."""
-    adam = adam_of(engine)
+    adam, zero = adam_of(engine), engine.optimizer
     fused = adam.defaults.get("fused")  # this kernel reads the count of steps on the weights' device
-    for master in masters(engine):
-        if not adam.state.get(master):
-            zeros = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
-            step = torch.zeros((), dtype=torch.float32, device=master.device if fused else "cpu")
-            adam.state[master] = {"step": step, **zeros}
+    for group, master in enumerate(masters(engine)):
+        if adam.state.get(master):
+            continue
+        if away := on_disk(zero, group):
+            zero._optimizer_states_and_gradient_swap_in(group)
+        zeros = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
+        step = torch.zeros((), dtype=torch.float32, device=master.device if fused else "cpu")
+        adam.state[master] = {"step": step, **zeros}
+        if away:
+            zero._optimizer_states_and_gradient_swap_out(group)
+
+
+def on_disk(zero: Any, group: int) -> bool:
+    """Whether DeepSpeed has this group of fp32 weights and their moments in files: not where they are below 1 MiB."""
+    return bool(getattr(zero, "swap_optimizer", False)) and zero._swappable_optimizer_subgroup(group)
 
 
 def host_tensors(engine: Any, run: RunConfig) -> Iterator[Tensor]:
-    """What the engine keeps on the host: master weights, optimizer state and gradients under `offload_optimizer`,
-    the weights' shards under `offload_params`. On a CPU these must be told apart from what a device would hold."""
+    """What the engine keeps on the host: master weights, optimizer state and gradients under `offload_optimizer` (of
+    those on a disk, buffers), the weights' shards under `offload_params`. On a CPU these must be told apart from what a
+    device would hold."""
     zero = engine.optimizer
     if run.engine.offload_optimizer and run.engine.zero_stage > 0:
         for master in masters(engine):
             yield master
             if master.grad is not None:
                 yield master.grad
+        if run.engine.offload_optimizer == "nvme":
+            yield from zero.optimizer_swapper.swap_buffer_manager.all_buffers
         for state in zero.optimizer.state.values():
             yield from (t for t in state.values() if isinstance(t, Tensor))
         for name in (

@@ -17,7 +17,6 @@ last whole one. Those of another configuration are never continued and never rep
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import statistics
 import time
@@ -35,7 +34,7 @@ from trl import SFTConfig, SFTTrainer
 
 import alstlib
 from alstlib.base.config import RunConfig
-from alstlib.base.mesh import SPContext, gather_text
+from alstlib.base.mesh import SPContext
 from alstlib.base.options import check_names
 from alstlib.base.units import IGNORE
 from alstlib.data.agreement import Agreement
@@ -43,9 +42,9 @@ from alstlib.data.corpus import get_tokenizer, load_corpus
 from alstlib.data.image_rows import ImageRows, get_processor, have_images
 from alstlib.data.samples import SHOWN, Account, tokenize_row
 from alstlib.hf.loading import load_on_first, place
-from alstlib.hf.models import auto_class, load_model, put_liger
+from alstlib.hf.models import auto_class, load_model, mfu, put_liger
 from alstlib.hf.vision import image_layout, why_no_images
-from alstlib.hf.zero_config import engine_config
+from alstlib.hf.zero_config import check_files, engine_config
 from alstlib.planner.measure.ledger import Ledger
 from alstlib.runs import locks, results
 from alstlib.runs.progress import Pace
@@ -140,6 +139,8 @@ class FineTune(Training, TrainerCallback):
         self.ledger = Ledger(self.device, budget=run.limits.device_memory)
         self.seconds: list[float] = []
         self.tokens: list[int] = []
+        self.flops: list[float] = []
+        """The model's FLOPs of each step, of the samples of this rank's group."""
         self.ending: type[Exception] | None = None
         """Why the training ends before its last step."""
         self.saving = seconds_to_save(self.trainer.model)
@@ -222,7 +223,7 @@ class FineTune(Training, TrainerCallback):
                 if account.trains(document):
                     mine.append((number, len(document.ids)))
                 pace(number + 1)
-        told = [json.loads(part) for part in gather_text(json.dumps([mine, account.useless]), self.device)]
+        told = self.gather([mine, account.useless])
         read, useless = (sorted(map(tuple, itertools.chain(*parts))) for parts in zip(*told))
         account.rows, account.useless = rows, useless
         long = [f"row {number + 1}, of {size:,} tokens" for number, size in read if size > limit]
@@ -242,7 +243,9 @@ class FineTune(Training, TrainerCallback):
         zero = self.engine.startswith("zero")
         if zero:
             operators.leave_out()
-        deepspeed = engine_config(run, sum(p.numel() for p in unplaced.model.parameters()), self.bf16)
+        parameters = sum(p.numel() for p in unplaced.model.parameters())
+        deepspeed = engine_config(self.with_files() if zero else run, parameters, self.bf16)
+        check_files(deepspeed if zero else {})
         place(unplaced, deepspeed if zero else {"zero_optimization": {"stage": 0}})
         own = {} if self.images is None else {"packing": False, "remove_unused_columns": False}
         args = SFTConfig(**settings(run, self.engine, self.bf16, self.out / "checkpoints", deepspeed) | own)
@@ -288,7 +291,7 @@ class FineTune(Training, TrainerCallback):
     def _metrics(self, history: list[Json]) -> Json:
         run, trainer = self.run, self.trainer
         first = WATCHED if len(self.seconds) > WATCHED else 0
-        seconds, tokens = self.seconds[first:], self.tokens[first:]
+        seconds, tokens, flops = self.seconds[first:], self.tokens[first:], sum(self.flops[first:])
         parameters = list(trainer.model.parameters())
 
         def logged(name: str, of: str = "loss") -> list[Any]:
@@ -301,6 +304,7 @@ class FineTune(Training, TrainerCallback):
             "tokens_per_step": round(statistics.median(tokens)) if tokens else None,
             "tokens_per_second": sum(tokens) / sum(seconds) if seconds else None,
             "tokens_per_second_per_gpu": sum(tokens) / sum(seconds) / trainer.args.world_size if seconds else None,
+            "mfu": mfu(flops / sum(seconds) / trainer.ctx.sp, self.device) if seconds and flops else None,
             "step_seconds": seconds,
             "loss": logged("loss"),
             "loss_steps": logged("step"),
@@ -353,6 +357,7 @@ class FineTune(Training, TrainerCallback):
         self.ended = time.perf_counter()
         self.seconds.append(self.ended - self.began)
         self.tokens.append(self.trainer._total_train_tokens - self.seen)
+        self.flops.append(self.trainer.flops - sum(self.flops))
         if len(self.seconds) == WATCHED and not self.gpu:
             self.ledger.close()
         if state.global_step >= state.max_steps:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from alstlib.runs.train.engine import adam_of, masters, reserve_adam_state
+from alstlib.runs.train.engine import adam_of, masters, on_disk, reserve_adam_state
 
 
 class StatePiece(NamedTuple):
@@ -35,13 +35,17 @@ class StatePiece(NamedTuple):
 class HeldState:
     """This rank's pieces of an engine's fp32 weights and AdamW's moments: views, to read and to set.
 
-    A parameter X has the piece `weight.X` and, unless it is frozen, `exp_avg.X` and `exp_avg_sq.X`.
+    A parameter X has the piece `weight.X` and, unless it is frozen, `exp_avg.X` and `exp_avg_sq.X`. What DeepSpeed has
+    in files is a view of the file: its pages are read as they are needed, and take no memory of their own.
     """
 
     def __init__(self, engine: Any) -> None:
         reserve_adam_state(engine)
         self.zero, self.stage = engine.optimizer, engine.zero_optimization_stage()
         self.flat, self.adam = masters(engine), adam_of(engine)
+        self.files = {group for group in range(len(self.flat)) if on_disk(self.zero, group)}
+        """Groups that are in files: they must be read before the next step, which writes them anew."""
+        self.maps: dict[str, Tensor] = {}
         self.parameters = dict(engine.module.named_parameters())
         # under stage 0 the optimizer steps on a parameter itself, or on an fp32 copy
         stepped = [p for group in getattr(self.zero, "fp16_groups", [self.flat]) for p in group]
@@ -58,12 +62,12 @@ class HeldState:
     def _piece(self, p: Any, key: str) -> StatePiece:
         whole = tuple(getattr(p, "ds_shape", p.shape))
         size = here = math.prod(whole)
-        master, offset, start = self.flat[0], 0, 0
+        master, offset, start, group = self.flat[0], 0, 0, -1
         shared = self.stage == 0 or (self.stage < 3 and not p.requires_grad)
         if shared:
             master = self.master.get(id(p), p)
         elif self.stage == 3:
-            master, shard = p.ds_tensor, p.ds_tensor.numel()
+            master, shard = p.ds_tensor, p.ds_tensor.ds_numel
             start = min(size, shard * dist.get_rank(p.ds_process_group))
             here = min(shard, size - start)  # without the padding of the last shard
             if p.requires_grad:
@@ -74,8 +78,20 @@ class HeldState:
         else:
             master, start = self.flat[fragment.param_group_index], fragment.lp_fragment_address.start
             offset, here = fragment.hp_fragment_address.start, fragment.hp_fragment_address.numel
-        held = master if key == "weight" else self.adam.state[master][key]
+        if group in self.files:
+            held = self._file(master, key)
+        else:
+            held = master if key == "weight" else self.adam.state[master][key]
         return StatePiece(held.detach().view(-1)[offset : offset + here], start, whole, shared)
+
+    def _file(self, master: Any, key: str) -> Tensor:
+        """A group's file, as a tensor."""
+        swapper, kind = self.zero.optimizer_swapper, "" if key == "weight" else f"{key}-"
+        path = f"{swapper.swap_folder}/{kind}{master.ds_id}.tensor.swp"
+        if path not in self.maps:
+            size = swapper.swap_params_info[master.ds_id].numel()
+            self.maps[path] = torch.from_file(path, shared=True, size=size, dtype=torch.float32)
+        return self.maps[path]
 
     def own(self) -> dict[str, Tensor]:
         """What this rank saves, by `name@start@size`: each element is saved by one rank, and of shared pieces they take
@@ -105,7 +121,9 @@ class HeldState:
         if 0 < self.stage < 3:
             self.zero.update_lp_params()
             return
-        for name, p in self.parameters.items():
+        if self.files:
+            self.zero.reset_swap_buffers()  # of all groups, those in memory too
+        for name, p in () if self.files else self.parameters.items():
             held = self.pieces[f"weight.{name}"].held
             (p if self.stage == 0 else p.ds_tensor).view(-1)[: len(held)].copy_(held)
         # small ones, of which ZeRO-3 keeps a whole copy on every rank

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from alstlib.base.config import FIELDS, RunConfig, flat
-from alstlib.base.mesh import gather_text
+from alstlib.base.mesh import gather_json
 from alstlib.planner.preflight import SLOW_DISK
 from alstlib.runs import results
 from alstlib.runs.processes import WARNED, seconds_left
@@ -56,7 +56,7 @@ def ended(why: type[Exception], run: RunConfig, step: int, folder: Path) -> Exce
 
 def of_first(answer: Any, device: Any) -> Any:
     """Rank 0's answer, on every rank; anything that JSON holds."""
-    return json.loads(gather_text(json.dumps(answer), device)[0])
+    return gather_json(answer, device)[0]
 
 
 def fields(run: RunConfig) -> Json:

@@ -11,7 +11,6 @@ saves its own, unless they are those of this run, which ended well.
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -25,7 +24,7 @@ from torch.distributed import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
 from alstlib.base.config import RunConfig
-from alstlib.base.mesh import accelerator, gather_text
+from alstlib.base.mesh import accelerator, gather_json
 from alstlib.offload.host_store import host_available
 from alstlib.runs.results import Json, differences
 from alstlib.runs.train.files import SCHEMA_VERSION, OtherState, Writer, check, move_aside, read_state, states_in
@@ -103,7 +102,8 @@ class RunStates:
         }  # fmt: skip
         rng = [of.get_rng_state().numpy().tobytes().hex() for of in self.generators]
         own = held.own()
-        waits = sum(piece.nbytes for piece in own.values()) > host_available() // 2
+        full = sum(piece.nbytes for piece in own.values()) > host_available() // 2
+        waits = bool(held.files) or full
         self.writer = Writer(self.folder, common, {"loader": loader_state, "rng": rng})
         self._clear()
         self.group = self.group or dist.new_group(backend="gloo")  # the thread's own: the training uses the others
@@ -113,7 +113,8 @@ class RunStates:
             self.pending = checkpoint.async_save(own, storage_writer=self.writer, process_group=self.group)
         self.pending.add_done_callback(lambda _: setattr(self, "seconds", time.monotonic() - began))
         if waits:
-            self.say("the host has no room for a copy of the training state: waiting until it is written")
+            where = "is in files that the next step overwrites" if held.files else "has no room on the host for a copy"
+            self.say(f"the training state {where}: waiting until it is written")
             futures.wait([self.pending])
 
     def wait(self) -> None:
@@ -182,8 +183,8 @@ class RunStates:
                 check(place / rank["file"], rank["checksum"])
         except ValueError as e:
             problem = [f"the training state in {folder}: {e}", isinstance(e, OtherState)]
-        for text in gather_text(json.dumps(problem), self.device):
-            if told := json.loads(text):
+        for told in gather_json(problem, self.device):
+            if told:
                 raise (OtherState if told[1] else ValueError)(told[0])
         held.load(place, state)
         if (scheduler := self.engine.lr_scheduler) is not None:

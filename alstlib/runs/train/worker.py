@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import hashlib
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -17,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from alstlib.base.config import RunConfig
-from alstlib.base.mesh import SPContext, accelerator, gather_text, join_fake, own_device, take_device
+from alstlib.base.mesh import SPContext, accelerator, gather_json, join_fake, own_device, take_device
 from alstlib.data.corpus import get_tokenizer, has_tokenizer, load_corpus
 from alstlib.data.formats import only_tokens
 from alstlib.hf.models import model_config
@@ -25,7 +28,6 @@ from alstlib.hf.public_models import SHAPES
 from alstlib.offload.disk_store import DiskStore
 from alstlib.planner import devices
 from alstlib.planner.fits import known_only
-from alstlib.planner.gpus import rates_named
 from alstlib.planner.machine import machine_of
 from alstlib.planner.measure.ledger import ran_out
 from alstlib.planner.preflight import as_metrics, foretell, step_limit
@@ -82,11 +84,20 @@ def node_count(ranks: int) -> int:
     return max(1, ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
 
 
-def mfu(flops: float, device: torch.device) -> float | None:
-    """FLOPs per second of the model on one GPU as a share of its peak; None where the peak is not known."""
-    here = accelerator(device)
-    known = None if here is None else rates_named(here.get_device_name(device))
-    return flops / known.peak if known and known.peak else None
+def files_of(run: RunConfig, out: Path, rank: int) -> Path | None:
+    """The folder below `engine.nvme_path` in which a rank has DeepSpeed's files; None where nothing is there. No two
+    runs write to one `out` at a time, so that none shares it."""
+    if run.engine.nvme_path is None:
+        return None
+    name = hashlib.sha256(str(out.resolve()).encode()).hexdigest()[:12]
+    return Path(run.engine.nvme_path) / f"alst-{name}" / f"rank{rank}"
+
+
+def remove_files(folder: Path) -> None:
+    """Remove a rank's files, and the run's folder with the last rank's."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        folder.parent.rmdir()
 
 
 def timed(step: Callable[[], Any], device: torch.device) -> float:
@@ -117,19 +128,30 @@ class Job:
         self.progress = Progress(out / "progress.jsonl", self.rank)
         self.notes: list[str] = []
 
+    def with_files(self) -> RunConfig:
+        """The run with a new folder of this rank in place of `engine.nvme_path`. What an attempt that was killed left
+        there is gone."""
+        if (folder := files_of(self.run, self.out, self.rank)) is None:
+            return self.run
+        if not Path(str(self.run.engine.nvme_path)).is_dir():
+            raise ValueError(f"engine.nvme_path={self.run.engine.nvme_path!r} is no folder on this node")
+        remove_files(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        return self.run.replace(engine={"nvme_path": str(folder)})
+
     def say(self, message: str, **fields: Any) -> None:
         self.progress.emit("load", row=self.run.row, message=message, **fields)
 
-    def gather(self, *values: int) -> list[list[int]]:
-        """Every rank's `values`, in the order of ranks."""
-        return [json.loads(text) for text in gather_text(json.dumps(values), self.device)]
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in the order of ranks: anything that JSON holds."""
+        return gather_json(value, self.device)
 
     def measured(self, ledger: Any, handle: Any) -> Json:
         """What every worker's result has: peaks of each rank, the attention kernel and notes."""
-        devices, hosts = zip(*self.gather(ledger.device_peak, ledger.host_peak))
+        devices, hosts = zip(*self.gather([ledger.device_peak, ledger.host_peak]))
         disk: Json = {}
         if isinstance(handle.store, DiskStore):
-            disk = {"disk_peak_bytes": [peak for (peak,) in self.gather(handle.store.file.peak)]}
+            disk = {"disk_peak_bytes": self.gather(handle.store.file.peak)}
         return {
             "device_peak_bytes": list(devices),
             "host_peak_bytes": list(hosts),
@@ -250,6 +272,9 @@ def work(run: RunConfig, out: Path, job: Callable[[RunConfig, Path], Any]) -> No
             status = "oom" if ran_out(e) else kinds.get(type(e), "error")
             write(status, type=type(e).__name__, message=str(e), **whose)
         raise
+    finally:
+        if (folder := files_of(run, out, 0 if run.emulate else dist.get_rank())) is not None:
+            remove_files(folder)
     if run.emulate or dist.get_rank() == 0:
         write("ok")
 

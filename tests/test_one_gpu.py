@@ -1,0 +1,65 @@
+"""The page on one GPU: what it stores is planned now too, and smaller runs take what is planned of them."""
+
+import json
+
+import one_gpu
+import pytest
+
+from alstlib.base.config import RunConfig
+from alstlib.planner.machine import Machine
+from alstlib.planner.model_shapes import read_shape
+from alstlib.planner.model_states import WEIGHTS
+from alstlib.planner.prediction import frozen_weights, states
+from alstlib.runs import workers
+
+STORED = json.loads(one_gpu.FILE.read_text())["claims"]
+
+
+def test_its_claims_are_stored_and_fit():
+    assert {name: claim["command"] for name, claim in STORED.items()} == one_gpu.CLAIMS
+    for claim in STORED.values():
+        assert claim["plan"]["fits"]
+        assert claim["plan"]["disk"]["peak"] > 10**11
+
+
+@pytest.mark.simulates
+@pytest.mark.parametrize("name", one_gpu.CLAIMS)
+def test_a_stored_plan_is_what_its_command_says(name):
+    question, tokens = one_gpu.asked(one_gpu.CLAIMS[name])
+    found, stored = question.at(tokens), STORED[name]["plan"]
+    for where in ("device", "host"):
+        assert found.to_dict()[where]["by_category"] == pytest.approx(stored[where]["by_category"], rel=0.01)
+    assert found.activations.disk == pytest.approx(stored["disk"]["peak"], rel=0.01)
+
+
+@pytest.mark.simulates
+@pytest.mark.parametrize("name", one_gpu.CLAIMS)
+def test_a_smaller_run_takes_what_is_planned(name, tmp_path):
+    folder = str(tmp_path)
+    run = one_gpu.smaller(STORED[name], folder, *one_gpu.length_here(STORED[name], folder))
+    plan, found = one_gpu.planned(run), one_gpu.measured(run)
+    assert found["disk"] > 0
+    assert found == {where: pytest.approx(nbytes, rel=0.05) for where, nbytes in plan.items()}
+
+
+def test_weights_of_4_bits():
+    shape, lora = read_shape("Qwen/Qwen3-8B"), {"r": 16}
+    run = RunConfig(
+        model={"name": shape.name, "dtype": "bf16", "lora": lora, "bits": 4},
+        engine={"zero_stage": 0, "offload_optimizer": False},
+    )
+    linear = 36 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12288)
+    assert shape.linear_parameters == linear
+    whole = frozen_weights(shape, run.replace(model={"bits": None}), 2)
+    assert whole == 2 * shape.parameters
+    constants = linear / 64 + 4 * linear / 64 / 256  # scales, and the scales of these
+    packed = frozen_weights(shape, run, 2)
+    assert packed == round(whole - 2 * linear + linear / 2 + constants)
+    for one, base in ((run, packed), (run.replace(model={"bits": None}), whole)):  # and the adapter's own
+        assert states(shape, one, Machine(gpus=1)).device[WEIGHTS] == base + 2 * shape.adapter_parameters(lora)
+    with pytest.raises(ValueError, match="is for weights that are not trained"):
+        RunConfig(model={"bits": 4})
+    with pytest.raises(ValueError, match="linear modules"):
+        read_shape("Qwen/Qwen3-30B-A3B").linear_parameters  # noqa: B018
+    with pytest.raises(ValueError, match="planned only"):
+        workers.check(run, workers.FINETUNE)
