@@ -35,11 +35,12 @@ def run_of(folder, name, **options):
 
 
 def sample_of(layout, one, images, tokens):
-    """A sample of `tokens` tokens with so many images, each before a token of text, before the remaining text."""
+    """A sample of `tokens` tokens with so many images at equal distances: of two ranks each is sent some features, as
+    the group that sends nothing refuses empty buffers."""
     features = int(one["image_grid_thw"].prod()) // layout.unit if layout.sizes else 16  # 8 x 8 pixels, patches of 2
     ids = torch.full((1, tokens), 5)
     for i in range(images):
-        ids[:, i * (features + 1) :][:, :features] = layout.token
+        ids[:, i * (tokens // images) :][:, :features] = layout.token
     fields = layout.joined([{**one, "pixel_values": torch.randn(one["pixel_values"].shape)}] * images)
     return {"input_ids": ids, "labels": ids.clone(), **fields}
 

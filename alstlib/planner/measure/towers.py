@@ -33,6 +33,8 @@ from alstlib.hf.vision import features_made, image_layout, why_no_images
 from alstlib.planner.measure.scope import Places
 from alstlib.planner.measure.simulate import Recording, drop_gradients, fake_ranks, roomy, watch, whole_model
 
+PLANNED = ("llava", "qwen2_vl", "qwen2_5_vl")
+"""Types of models of which plans were compared with steps of real tensors."""
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -54,6 +56,10 @@ def tower(run: RunConfig, device: str, size: tuple[int, int] | None) -> dict[str
         raise ValueError(why_no_images(model))
     if layout.sizes == "image_sizes":
         raise ValueError(f"images of {_name(model)} are not planned: its tower makes a mask of all patches of a rank")
+    if model.config.model_type not in PLANNED:
+        raise ValueError(
+            f"images of {_name(model)} are not planned: plans were compared with real steps of {', '.join(PLANNED)} only"
+        )
     made = _image(model, layout, size)
     try:
         one, two = (_step(copy.deepcopy(model), roomy(run), device, layout, made, n) for n in (1, 2))
