@@ -104,8 +104,8 @@ class Data(ConfigGroup):
 
 
 WEIGHTS_ON_DISK = (
-    "DeepSpeed 0.19.8 loses count of its buffers for weights on a disk where layers run again for their backward ('Not "
-    "enough buffers', 'already assigned swap buffer')"
+    "DeepSpeed 0.19.8 ends a step with weights on a disk with errors of its buffers, where layers run again for their "
+    "backward ('Not enough buffers', 'already assigned swap buffer')"
 )
 
 

@@ -70,7 +70,7 @@ def test_a_plan_says_whose_kernels_it_is_of():
     assert plain.notes(10_000) == []
     found = hybrid.at(100_000)
     assert hybrid.notes(100_000) == as_json(hybrid, found, found)["notes"] == [NOTE]
-    assert f"\nNote: {NOTE}" in list(describe(hybrid, found, found, 0.0))
+    assert f"\nNote: {NOTE}" in list(describe(hybrid, found, found))
 
 
 def test_a_plan_says_which_kernel_would_refuse_a_call():

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import yaml
-from cases import ROOT
+from cases import ROOT, lines_of
 from quick_steps import quick  # noqa: F401
 
 from alstlib.base.config import PAPER_ROWS, ROWS, RunConfig, row_config
@@ -192,17 +192,18 @@ def test_labels_are_not_bytes():
 
 
 EXCHANGES = """
-{save_attention: true}
-{save_attention: false}
-{checkpoint: false}
-{save_attention: false, offload: true}
-{save_attention: false, offload: true, chunk: 100}
+{save_attention: true}                                -> 2 8 16
+{save_attention: false}                               -> 2 8 16
+{checkpoint: false}                                   -> 2 8 16
+{save_attention: false, offload: true}                -> 2
+{save_attention: false, offload: true, chunk: 100}    -> 8
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 8, 16])
-@pytest.mark.parametrize("how", map(yaml.safe_load, EXCHANGES.strip().splitlines()), ids=str)
+@pytest.mark.parametrize(
+    "how, ranks", [(yaml.safe_load(how), int(n)) for how, ranks in lines_of(EXCHANGES) for n in ranks.split()]
+)
 def test_the_exchange_is_that_of_a_simulated_step(how, ranks, monkeypatch):
     """Where checkpoints lie on the host, one input in two is kept, as if it had no room for more."""
     from alstlib.planner.measure.simulate import simulate

@@ -232,7 +232,9 @@ def test_files_that_deepspeed_would_not_write_are_refused(monkeypatch, tmp_path,
         check_files(other)
     weights = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": folder}}}
     check_refused(
-        "offload_param on nvme: DeepSpeed .* loses count of its buffers .*; use the device cpu", check_files, weights
+        "offload_param on nvme: DeepSpeed .* ends a step with weights on a disk .*; use the device cpu",
+        check_files,
+        weights,
     )
 
 
