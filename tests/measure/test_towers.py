@@ -18,7 +18,7 @@ from alstlib.planner.measure.ledger import Ledger
 from alstlib.planner.measure.simulate import drop_gradients, fake_ranks, roomy, whole_model
 from alstlib.planner.model_shapes import read_shape
 
-SIZES = {"qwen2_5_vl": (80, 112), "llava": None}
+SIZES = {"qwen2_vl": (80, 112), "qwen2_5_vl": (80, 112), "llava": None}
 OFFLOAD = {"checkpoint": True, "offload": True}
 
 
@@ -63,6 +63,7 @@ def real_step(run, ranks, tokens, images, size):
 @pytest.mark.parametrize("name, ranks, images, tokens, options", [
     ("qwen2_5_vl", 1, 2, 1200, OFFLOAD), ("qwen2_5_vl", 2, 4, 20_000, OFFLOAD),
     ("qwen2_5_vl", 1, 3, 9000, {"checkpoint": True}), ("llava", 2, 64, 2400, OFFLOAD),
+    ("qwen2_vl", 2, 4, 4800, OFFLOAD),
 ])  # fmt: skip
 def test_a_rank_with_images_takes_what_is_planned(name, ranks, images, tokens, options, tmp_path):
     """Where the tower has the peak, and where the decoder has it, beside what the tower keeps."""
@@ -109,7 +110,7 @@ def test_sizes_are_those_of_the_processor():
 
 @pytest.mark.parametrize("name, size, said", [
     ("llava", (8, 12), "takes images of 8x8 only"), ("qwen2_vl", None, "say which with --image-size"),
-    ("mistral3", None, "a mask of all patches"),
+    ("mistral3", None, "a mask of all patches"), ("internvl", None, "only plans of llava, qwen2_vl, qwen2_5_vl"),
 ])  # fmt: skip
 def test_refused(name, size, said, tmp_path):
     with pytest.raises(ValueError, match=said):

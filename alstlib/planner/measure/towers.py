@@ -58,7 +58,7 @@ def tower(run: RunConfig, device: str, size: tuple[int, int] | None) -> dict[str
         raise ValueError(f"images of {_name(model)} are not planned: its tower makes a mask of all patches of a rank")
     if model.config.model_type not in PLANNED:
         raise ValueError(
-            f"images of {_name(model)} are not planned: plans were compared with real steps of {', '.join(PLANNED)} only"
+            f"images of {_name(model)} are not planned: only plans of {', '.join(PLANNED)} were compared with steps"
         )
     made = _image(model, layout, size)
     try:
