@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from alstlib.base.config import Model, RunConfig
+from alstlib.base.options import Options
 from alstlib.base.sizing import causal_pairs
 from alstlib.linear.ways import Sent, StateLayer
 from alstlib.planner.fits import facts_of, tower_of
@@ -154,7 +155,7 @@ def read_shape(
     of_images = None
     if images:
         model = Model(name=name, config=dict(overrides or {}), trust_remote_code=trust_remote_code, dtype="bf16")
-        one = tower_of(RunConfig(model=model, options={"offload": True}), "cuda", image_size)
+        one = tower_of(RunConfig(model=model, options=Options(offload=True)), "cuda", image_size)
         of_images = Images(
             count=images, asked=image_size, size=tuple(one["size"]), each=one["tokens"], products=one["products"],
             attention=one["attention"],
