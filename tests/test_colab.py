@@ -28,7 +28,7 @@ def test_a_lesson_for_colab_needs_one_cell_more_and_no_checkout(name, tmp_path, 
     install, *cells = code(made)
     assert cells == [c.source for c in stored.cells if c.cell_type == "code"]
     assert len(made.cells) == len(stored.cells) + 1
-    assert f'%pip install -q matplotlib ipywidgets "alstlib @ {SOURCE}"' in next(
+    assert f'%pip install -q matplotlib ipywidgets "alstlib[train] @ {SOURCE}"' in next(
         c.source for c in made.cells if c.id == "install"
     )
     assert not any(c.get("outputs") for c in made.cells)

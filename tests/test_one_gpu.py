@@ -8,7 +8,7 @@ import pytest
 from alstlib.base.config import RunConfig
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import read_shape
-from alstlib.planner.model_states import WEIGHTS
+from alstlib.planner.model_states import GATHERED, WEIGHTS
 from alstlib.planner.prediction import frozen_weights, states
 from alstlib.runs import workers
 
@@ -29,7 +29,9 @@ def test_a_stored_plan_is_what_its_command_says(name):
     found, stored = question.at(tokens), STORED[name]["plan"]
     for where in ("device", "host"):
         assert found.to_dict()[where]["by_category"] == pytest.approx(stored[where]["by_category"], rel=0.01)
+        assert found.to_dict()[where]["peak"] == pytest.approx(stored[where]["peak"], rel=0.01)
     assert found.activations.disk == pytest.approx(stored["disk"]["peak"], rel=0.01)
+    assert found.seconds["step"] == pytest.approx(stored["step_seconds"]["step"], rel=0.01)
 
 
 @pytest.mark.simulates
@@ -57,6 +59,11 @@ def test_weights_of_4_bits():
     assert packed == round(whole - 2 * linear + linear / 2 + constants)
     for one, base in ((run, packed), (run.replace(model={"bits": None}), whole)):  # and the adapter's own
         assert states(shape, one, Machine(gpus=1)).device[WEIGHTS] == base + 2 * shape.adapter_parameters(lora)
+    many = states(shape, run.replace(engine={"zero_stage": 3, "offload_params": True}), Machine(gpus=8))
+    assert not {GATHERED, WEIGHTS} & many.host.keys()  # whole on each device, and nowhere else
+    assert many.device[WEIGHTS] == packed + 2 * shape.adapter_parameters(lora)
+    assert GATHERED not in many.device
+    assert not any(GATHERED in of for of in many.others.values())
     with pytest.raises(ValueError, match="is for weights that are not trained"):
         RunConfig(model={"bits": 4})
     with pytest.raises(ValueError, match="linear modules"):

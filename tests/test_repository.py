@@ -290,7 +290,9 @@ def test_the_example_of_four_nodes_runs_on_four_nodes():
     for row in rows:
         own = {name: value for name, value in row.items() if name not in ("name", "cpu", "cuda")}
         run = RunConfig.from_dict(with_gpu).replace(**merged(own, row.get("cuda", {})))
-        assert launch.resolve(run, 4, 8).engine.world_size == 32
+        for asked, sp in ((run, 32), (run.replace(engine={"sp": 8}), 8)):
+            engine = launch.resolve(asked, 4, 8).engine
+            assert (engine.world_size, engine.sp) == (32, sp)
     assert f"`{given['name']}: {len(rows)} rows, results in " in section
     assert "starting 32 ranks on 4 nodes" in section
 
@@ -332,11 +334,12 @@ esac
     done = run([ROOT / ".ci/run"], tmp_path)
     assert (done.returncode != 0) == bool(fails), done.stdout
     assert done.stdout.splitlines()[-1] == ("pytest gave no summary" if output == "nothing" else output)
+    assert f"make {broken}" in done.stdout if broken else "failed, see above" not in done.stdout or fails
     called = (tmp_path / "called").read_text().split()
     beside = ["lint", "site", "test-compat"]  # run while the tests run
-    assert called[0] == "site-tools"
-    assert [target for target in called[1:] if target in beside] == beside
-    assert [target for target in called[1:] if target not in beside] == ["test-all", "test-elsewhere", "check-lessons"]
+    assert called[:2] == ["setup", "site-tools"]
+    assert [target for target in called[2:] if target in beside] == beside
+    assert [target for target in called[2:] if target not in beside] == ["test-all", "test-elsewhere", "check-lessons"]
 
 
 def make_targets():

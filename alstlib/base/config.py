@@ -104,8 +104,8 @@ class Data(ConfigGroup):
 
 
 WEIGHTS_ON_DISK = (
-    "DeepSpeed 0.19.8 ends a step with weights on a disk with errors of its buffers, where layers run again for their "
-    "backward ('Not enough buffers', 'already assigned swap buffer')"
+    "DeepSpeed 0.19.8 ends a step with weights on a disk with errors of its buffers ('Not enough buffers', 'already "
+    "assigned swap buffer'), as tried with layers that run again for their backward; the cause is not known"
 )
 
 
@@ -123,7 +123,8 @@ class Engine(ConfigGroup):
     offload_params: FlagOrNvme = False
     """Whether ZeRO-3 keeps the weights in the host's memory; 'nvme' is refused."""
     nvme_path: Text | None = None
-    """With offload_optimizer='nvme', the folder on a local disk where each run has files, which end with it."""
+    """With offload_optimizer='nvme', the folder on a local disk where each run has files, which end with it; those of a
+    run that is killed end when it starts again on this node."""
     prefetch: bool = True
     """Whether ZeRO-3 gathers weights ahead of their layer; False lowers the peak."""
     fsdp: bool = False
@@ -136,10 +137,6 @@ class Engine(ConfigGroup):
             raise ValueError(
                 f"sp={self.sp} does not divide world_size={self.world_size}: use sp={fitting}, or world_size={self.sp}"
             )
-        if self.offload_params and self.zero_stage != 3:
-            raise ValueError(f"offload_params={self.offload_params!r} needs zero_stage=3, not {self.zero_stage}")
-        if self.offload_optimizer and self.zero_stage == 0:
-            raise ValueError("offload_optimizer=True needs zero_stage 1, 2 or 3, not 0")
         if self.offload_optimizer == "nvme" and self.zero_stage != 3:
             raise ValueError(
                 f"offload_optimizer='nvme' needs zero_stage=3, not {self.zero_stage}: DeepSpeed's other stages would "
@@ -147,6 +144,10 @@ class Engine(ConfigGroup):
             )
         if self.offload_params == "nvme":
             raise ValueError(f"offload_params='nvme': {WEIGHTS_ON_DISK}; use offload_params=True")
+        if self.offload_params and self.zero_stage != 3:
+            raise ValueError(f"offload_params={self.offload_params!r} needs zero_stage=3, not {self.zero_stage}")
+        if self.offload_optimizer and self.zero_stage == 0:
+            raise ValueError("offload_optimizer=True needs zero_stage 1, 2 or 3, not 0")
         if self.offload_optimizer == "nvme" and self.fsdp:
             raise ValueError("offload_optimizer='nvme' is DeepSpeed's: leave fsdp out")
         if (self.offload_optimizer == "nvme") != (self.nvme_path is not None):

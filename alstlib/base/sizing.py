@@ -198,7 +198,7 @@ of it."""
 
 def kept_with_disk(
     room: int, disk: int, layers: int, input_bytes: int, output_bytes: int, save: bool | str, **how: Any
-) -> tuple[int, int, int, int]:
+) -> tuple[int, int, int, bool]:
     """`kept_on_host` with so many bytes of a `disk` under the host, which take what the host has no room for.
 
     The disk is used where every layer's input then finds room, and the host has room for what is on its way. Otherwise
@@ -208,14 +208,13 @@ def kept_with_disk(
         how: the other arguments of `kept_on_host`.
 
     Returns:
-        The three numbers of `kept_on_host`, of host and disk together, and the host bytes of what is on its way: 0
-        where the disk is not used.
+        The three numbers of `kept_on_host`, of host and disk together, and whether the disk is used.
     """
     alone = kept_on_host(room, layers, input_bytes, output_bytes, save, **how)
     attending = how.get("attending")
     wanted = (layers if attending is None else attending) if save else 0
     if not disk or (alone[0] == 1 and alone[1] >= wanted and alone[2] <= room):
-        return *alone, 0
+        return *alone, False
     for outputs in ("auto", False) if save == "auto" else (save,):
         staged = STAGED * (input_bytes + output_bytes * bool(outputs))
         both = room - staged + disk
@@ -223,8 +222,8 @@ def kept_with_disk(
         stays = needed - layers * input_bytes - output_bytes * wanted * (outputs is True)
         better = alone[2] > room or (every, -kept) < (alone[0], -alone[1])
         if better and every == 1 and needed <= both and stays + staged <= room:
-            return every, kept, needed, staged
-    return *alone, 0
+            return every, kept, needed, True
+    return *alone, False
 
 
 PAGE = 4096
@@ -275,7 +274,8 @@ def sent_away(
         room enough, all is sent, and the room that is left has to do.
     """
     pieces = max(1, min(chunks, MANY))
-    each = [[nbytes // pieces for nbytes in outputs] * pieces * (i in kept) for i in range(layers)]
+    # rounded up: the caller's sum, of whole tensors, is not more than this one's
+    each = [[-(-nbytes // pieces) for nbytes in outputs] * pieces * (i in kept) for i in range(layers)]
     tensors = [[*of, input_bytes] if chunks else [input_bytes, *of] for of in each]
     movable = sum(map(sum, tensors))
     finer = padded(max(outputs, default=0) // pieces) if chunks > MANY and any(each) else 0

@@ -7,7 +7,6 @@ Whatever goes wrong on one rank is raised on all of them, so that none waits for
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
@@ -42,14 +41,14 @@ def raise_failure(ctx: SPContext, kinds: Sequence[int], error: Exception | None,
     says what of this rank failed."""
     if not any(kinds):
         return
-    texts = _texts(ctx, "" if error is None else f"{of}: {type(error).__name__}: {error}")
+    texts = _told(ctx, "" if error is None else f"{of}: {type(error).__name__}: {error}")
     first = next(rank for rank, kind in enumerate(kinds) if kind)
     raise (ValueError if kinds[first] == 1 else RuntimeError)(texts[first]) from error
 
 
-def _texts(ctx: SPContext, text: str) -> list[str]:
-    """Every rank's text, in the order of ranks."""
-    return [text] if ctx.world_size == 1 else gather_json(text, ctx.wire, ctx.world_group)
+def _told(ctx: SPContext, value: Any) -> list[Any]:
+    """Every rank's value, in the order of ranks: anything that JSON holds."""
+    return [value] if ctx.world_size == 1 else gather_json(value, ctx.wire, ctx.world_group)
 
 
 class Agreement:
@@ -96,8 +95,8 @@ class Agreement:
         scopes = [(0, range(ctx.world_size)), *((1, group) for group in _groups(ctx))]
         for part, ranks in scopes:
             if len({table[rank][1 + part] for rank in ranks}) > 1:
-                texts = _texts(ctx, json.dumps({name: _shown(value) for name, value in facts[part].items()}))
-                raise ValueError(_difference([json.loads(texts[rank]) for rank in ranks]))
+                told = _told(ctx, {name: _shown(value) for name, value in facts[part].items()})
+                raise ValueError(_difference([told[rank] for rank in ranks]))
         self.count = max(row[3] for row in table)
 
 

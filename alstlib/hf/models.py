@@ -123,7 +123,7 @@ def flop_dimensions(model: PreTrainedModel) -> dict[str, Any]:
     config = model.config.get_text_config()
     head, layers = model.get_output_embeddings().weight, config.num_hidden_layers
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding) and m.weight is not head}
-    routed = getattr(config, "num_experts_per_tok", None)
+    routed = experts_of_token(config)
     dense = frozen = 0
     for path, p in model.named_parameters():
         if len(shape := _whole_shape(p)) > 1 and id(p) not in tables:
@@ -152,6 +152,12 @@ def windows_of(config: Any, layers: int, chunk: int | None) -> tuple[int, int]:
     return window if windowed else 0, windowed
 
 
+def experts_of_token(config: Any) -> int | None:
+    """The number of experts that a token goes to; None without experts."""
+    names = ("num_experts_per_tok", "top_k_experts", "moe_topk")  # the others are Gemma 4's and Aria's
+    return next((k for name in names if isinstance(k := getattr(config, name, None), int)), None)
+
+
 def share_of_token(root: nn.Module, path: str, shape: Sequence[int], config: Any) -> float:
     """The share of a matrix, at this path below a module, that multiplies each token: of experts, those that it goes
     to."""
@@ -160,7 +166,7 @@ def share_of_token(root: nn.Module, path: str, shape: Sequence[int], config: Any
     each = [k for m in blocks for n in ("top_k", "num_experts_per_tok") if isinstance(k := getattr(m, n, None), int)]
     listed = [len(m) for m, name in zip(blocks, names) if name == "experts" and isinstance(m, nn.ModuleList)]
     experts = listed[-1] if listed else shape[0] if len(shape) > 2 else 0
-    chosen = max(each, default=getattr(config, "num_experts_per_tok", None) or 1)
+    chosen = max(each, default=experts_of_token(config) or 1)
     return min(1.0, chosen / experts) if experts else 1.0
 
 

@@ -278,7 +278,7 @@ def _kept(
         chunks = -(-tokens // run.chunk) if run.chunk and run.chunk < tokens else 0
         _, away, moving = sent_away(room, needs - movable, layers, size, (output - sums, sums), kept, chunks)
         host += moving - away
-    short = bool(disk) and not staged and kept_with_disk(room, 2**62, layers, size, output, save, **how)[3] > 0
+    short = bool(disk) and not staged and kept_with_disk(room, 2**62, layers, size, output, save, **how)[3]
     return every, outputs, host, host if staged else least, away, short
 
 

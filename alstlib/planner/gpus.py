@@ -129,7 +129,7 @@ def rates_of(gpu: str) -> Rates:
 def rates_named(device: str) -> Rates | None:
     """Rates of a GPU by the name that its driver gives it (`NVIDIA A100-SXM4-40GB`); None where the table has none."""
     name = gpu_named(device)
-    return None if name is None else GPUS[name]
+    return None if name is None else GPUS.get(name) or GPUS.get(name.partition("-")[0])
 
 
 def measured_rates(metrics: Mapping[str, Any]) -> Rates:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from alstlib.base.config import RunConfig
@@ -21,7 +21,7 @@ from alstlib.planner.devices import pins_exactly
 from alstlib.planner.fits import element_bytes
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import Shape
-from alstlib.planner.model_states import WEIGHTS, ZERO_DEFAULT, Sizes, States, model_states
+from alstlib.planner.model_states import GATHERED, WEIGHTS, ZERO_DEFAULT, Sizes, States, model_states
 from alstlib.planner.step_time import step_seconds
 
 Side = tuple[str, int, int | None]
@@ -173,9 +173,11 @@ def states(shape: Shape, run: RunConfig, machine: Machine, preset: str = "ours")
         of = {"bucket": ZERO_DEFAULT, "reduced": 4 if (run.engine.sp or machine.gpus) > 1 else element}
     rounded = machine.device == "cuda" and not pins_exactly()
     held = model_states(run, sizes, machine.gpus, element, rounded=rounded, **of)
-    if run.model.bits:  # whole on each rank: ZeRO divides no packed weights
+    if run.model.bits:  # whole on each rank, which is assumed: ZeRO divides no packed weights
         whole = frozen_weights(shape, run, element) + element * (adapter or 0)
-        held = replace(held, device={**held.device, WEIGHTS: whole})
+        others = {part: {n: b for n, b in of.items() if n != GATHERED} for part, of in held.others.items()}
+        device = {n: b for n, b in held.device.items() if n != GATHERED} | {WEIGHTS: whole}
+        held = States(device, {n: b for n, b in held.host.items() if n != WEIGHTS}, others)
     return held
 
 

@@ -18,9 +18,10 @@ from alstlib.base.units import format_seconds
 
 Part = TypeVar("Part")
 EVERY = 10.0
+"""Seconds between two lines where they cannot change."""
 
 
-class _Lines(Progress):
+class _Shown(Progress):
     """One line for each loop that is under way, the outermost first."""
 
     def __init__(self) -> None:
@@ -38,7 +39,7 @@ class _Lines(Progress):
             print(f"alst: {'; '.join(task.description for task in self.tasks)}", file=sys.stderr, flush=True)
 
 
-_SHOWN: ContextVar[_Lines | None] = ContextVar("shown", default=None)
+_SHOWN: ContextVar[_Shown | None] = ContextVar("shown", default=None)
 
 
 @contextmanager
@@ -46,7 +47,7 @@ def watched(what: str, parts: Collection[Part] = ()) -> Iterator[Iterator[Part]]
     """The parts, of which is shown which one is under way and about how long it takes until all are done, while the
     block goes through them."""
     outer, began = _SHOWN.get(), time.monotonic()
-    shown = _Lines() if outer is None else outer
+    shown = _Shown() if outer is None else outer
     token, line = _SHOWN.set(shown), shown.add_task(what)
 
     def each() -> Iterator[Part]:
@@ -58,11 +59,11 @@ def watched(what: str, parts: Collection[Part] = ()) -> Iterator[Iterator[Part]]
             yield part
 
     try:
-        if outer is None:
+        if outer is None and not shown.disable:
             shown.start()
         yield each()
     finally:
         shown.remove_task(line)
-        if outer is None:
+        if outer is None and not shown.disable:  # before rich 15 it would print an empty line
             shown.stop()
         _SHOWN.reset(token)

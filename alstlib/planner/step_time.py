@@ -183,7 +183,8 @@ def zero_seconds(shape: Shape, run: RunConfig, machine: Machine, remade: float) 
     share = rates.link if world <= machine.per_node else rates.network
     gathers, reduces = {3: (2 + remade, 1), 2: (0, 1), 1: (0, 2), 0: (0, 2)}[run.engine.zero_stage]
     element = element_bytes(run, "cuda")
-    moved = gathers * shape.parameters + reduces * trained(shape, run)
+    gathered = 0 if run.model.bits else shape.parameters  # whole on each rank
+    moved = gathers * gathered + reduces * trained(shape, run)
     zero = moved * element * (world - 1) / world / share * run.optim.accumulation
     return max(zero, 2 * shape.parameters * element / world / rates.host) if run.engine.offload_params else zero
 

@@ -142,4 +142,5 @@ def planned(run: RunConfig, worker: str, gpus: int) -> RunConfig:
     takes an engine without ZeRO, and FSDP2, which holds what ZeRO-3 holds."""
     if worker != FINETUNE or (gpus and not run.engine.fsdp):
         return run
-    return run.replace(engine={"zero_stage": 3 if gpus else 0, "offload_optimizer": False, "offload_params": False})
+    none = {"offload_optimizer": False, "offload_params": False, "nvme_path": None}
+    return run.replace(engine={"zero_stage": 3 if gpus else 0, **none})

@@ -296,7 +296,8 @@ class TrainerMixin(Base):
         base = without_adapters(self.model)
         if self.handle is not None and not self.handle.plain and any(m is self.handle.model for m in base.modules()):
             return
-        dimensions = flop_dimensions(base)
+        # a model without a head is refused by `apply`, which says why
+        dimensions = {} if base.get_output_embeddings() is None else flop_dimensions(base)
         self.handle = apply(base, self.ctx, self.alst)
         # layers with a state have no pairs; their recurrence is not counted
         attending = {"layers": len(self.handle.facts.attending)}

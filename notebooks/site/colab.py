@@ -26,7 +26,7 @@ import lessons  # noqa: E402
 WORDS = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)")
 NAMES = ("90_minutes", "00_where_memory_goes", "01_tiled_loss", "02_tiled_mlp")
 INSTALL = """# Takes a minute or two. Colab may ask to restart the session: run all cells again then.
-%pip install -q matplotlib ipywidgets "alstlib @ {source}"
+%pip install -q matplotlib ipywidgets "alstlib[train] @ {source}"
 
 from pathlib import Path
 

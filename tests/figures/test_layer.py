@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from alstlib.figures import layer
 from alstlib.figures.layer import PARTS, draw_layer, save_svg
 from alstlib.figures.lines import INK
 
@@ -23,7 +24,9 @@ def test_a_strip_has_what_its_part_names_in_colour(part):
     words, bright = PARTS[part]
     (axes,) = draw_layer(part).axes
     named = [text.get_text() for text in axes.texts if text.get_color() == "#111111"]
-    assert len(named) == len(set(bright) - {"backward"}) + ("exchange" in bright)  # which stands there twice
+    boxes = [*layer._DEVICE, *((group, text) for group, _, text in layer._HOST)]
+    assert sorted(named) == sorted(text for group, text in boxes if group in bright)
+    assert part != "mlp" or named == ["Norm,\nMLP"]
     assert f"This lesson: {words}" in [text.get_text() for text in axes.texts]
 
 

@@ -13,7 +13,7 @@ from trl_runs import mixture
 from alstlib.base.config import RunConfig
 from alstlib.base.options import Options
 from alstlib.hf import models
-from alstlib.hf.models import flop_dimensions, flos, load_model, mfu, model_config, put_liger
+from alstlib.hf.models import experts_of_token, flop_dimensions, flos, load_model, mfu, model_config, put_liger
 
 
 def test_overrides_and_unknown_fields():
@@ -99,6 +99,12 @@ def test_flos_of_frozen_matrices_and_of_experts(kind):
     assert counter.get_total_flops() == pytest.approx(flos(32, 32, **dimensions)["model"] + masked, rel=0.02)
 
 
+@pytest.mark.parametrize("name", ["num_experts_per_tok", "top_k_experts", "moe_topk"])
+def test_families_name_the_experts_of_a_token_differently(name):
+    assert experts_of_token(SimpleNamespace(**{name: 2})) == 2
+    assert experts_of_token(SimpleNamespace(**{name: None})) is None
+
+
 def test_flos_of_windows():
     model = AutoModelForCausalLM.from_config(mixture(sliding_window=7))
     dimensions = flop_dimensions(model)
@@ -111,7 +117,14 @@ def test_flos_of_windows():
 
 def test_an_mfu_is_a_share_of_the_peak_of_a_gpu_that_is_known(monkeypatch):
     assert mfu(1e12, torch.device("cpu")) is None
-    for name, share in (("NVIDIA H100 80GB HBM3", 1 / 989), ("NVIDIA GeForce RTX 4090", 1 / 165), ("a GPU", None)):
+    for name, share in (
+        ("NVIDIA H100 80GB HBM3", 1 / 989),
+        ("NVIDIA GeForce RTX 4090", 1 / 165),
+        ("a GPU", None),
+        ("NVIDIA H100 PCIe", 1 / 756),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA A100-SXM4-40GB", 1 / 312),
+    ):
         here = SimpleNamespace(get_device_name=lambda device, name=name: name)
         monkeypatch.setattr(models, "accelerator", lambda device, here=here: here)
         assert mfu(1e12, torch.device("cuda")) == (share and pytest.approx(share))

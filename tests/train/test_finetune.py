@@ -328,6 +328,11 @@ def with_pictures(folder, out, **changes):
     return config(str(folder / "data"), **{**how, **changes})
 
 
+def test_on_a_cpu_it_is_planned_without_files():
+    run = RunConfig(engine={"offload_optimizer": "nvme", "nvme_path": "x"})
+    assert workers.planned(run, workers.FINETUNE, 0).engine.nvme_path is None
+
+
 def plain_pictures(run, out):
     """The weights that TRL trains in one process, and what it logs, from the same rows in memory."""
     from trl import SFTConfig, SFTTrainer

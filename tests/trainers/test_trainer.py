@@ -31,7 +31,7 @@ from trainers import (
     train,
     trainer_class,
 )
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
 from trl_runs import mixture
 
 import alstlib
@@ -614,3 +614,9 @@ def test_columns_of_documents_reach_the_loss():
     ids = torch.tensor([row["input_ids"]])
     want, _ = plain_step(make_model(), {"input_ids": ids, "labels": ids, "document_lengths": [[5, 7]]})
     assert trainer.state.log_history[0]["loss"] == pytest.approx(want, rel=1e-4)
+
+
+@pytest.mark.usefixtures("here")
+def test_a_model_without_a_head_is_refused_with_the_reason():
+    trainer = build(model=LlamaForSequenceClassification(make_model().config))
+    check_refused("is not a decoder-only causal language model", trainer.train)

@@ -135,7 +135,7 @@ class Job:
             return self.run
         if not Path(str(self.run.engine.nvme_path)).is_dir():
             raise ValueError(f"engine.nvme_path={self.run.engine.nvme_path!r} is no folder on this node")
-        remove_files(folder)
+        shutil.rmtree(folder, ignore_errors=True)  # not the run's folder: another rank may be making its own in it
         folder.mkdir(parents=True, exist_ok=True)
         return self.run.replace(engine={"nvme_path": str(folder)})
 
