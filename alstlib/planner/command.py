@@ -222,8 +222,8 @@ def read(args: argparse.Namespace) -> Request:
         raise ValueError(f"images={args.images} must be at least {0 if args.images < 0 else 1}")
     if args.images and (args.tree or args.preset != "ours"):
         raise ValueError("--images is about a step of this library on samples: leave out --tree and --preset")
-    if args.images and run.model.bits is not None:
-        raise ValueError(f"model.bits={run.model.bits} is not planned with --images: leave one of both out")
+    if args.images and run.model.lora is not None:
+        raise ValueError("model.lora is not planned with --images: leave one of both out")
     shape = read_shape(
         args.model, run.model.config, trust_remote_code=run.model.trust_remote_code, images=args.images,
         image_size=size_of(args.image_size) if args.image_size else None,

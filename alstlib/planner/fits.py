@@ -163,8 +163,10 @@ def tower_of(run: RunConfig, device: str, size: Sequence[int] | None) -> dict[st
         run: its model, whether it keeps checkpoints, and whether these go to the host; nothing else matters to a tower.
 
     Raises:
-        ValueError: a model that cannot read images, or whose tower is not planned.
+        ValueError: a model that cannot read images, or whose tower is not planned, or an adapter.
     """
+    if run.model.lora is not None:
+        raise ValueError("images of a model with an adapter (model.lora) are not planned")
     kept = bool(run.options.checkpoint)
     options = Options.plain(checkpoint=kept, offload=kept and bool(run.options.offload))
     question = StepQuestion(RunConfig(model=run.model, options=options), 1, device, images=True)
