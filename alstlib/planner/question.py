@@ -185,7 +185,7 @@ class Question:
         """What may let it fit."""
         if near := self.nearest(seq_len):
             yield near
-        if self.run.model.lora is None:
+        if self.run.model.lora is None and self.shape.images is None:
             adapter = Variant("LoRA", LORA, self.with_changes(LORA))
             if adapter.question.at(seq_len).fits:
                 yield adapter

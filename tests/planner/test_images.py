@@ -50,3 +50,10 @@ def test_refused(alst, options, said):
 def test_too_short(folder, quick):  # noqa: F811
     with pytest.raises(ValueError, match="must be at least 1120: the tokens of its images"):
         question(f"--model {folder} --images 2 --image-size 80x112 --seq-len 1000")
+
+
+def test_no_adapter_is_advised(folder, quick):  # noqa: F811
+    """Which is not planned with images: the advice would end with its refusal."""
+    ask = question(f"--model {folder} --images 2 --image-size 80x112")
+    assert not ask.at(10**9).fits
+    assert all("LoRA" not in one.what for one in ask.remedies(10**9))
