@@ -56,8 +56,9 @@ def overridden(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str
     return made
 
 
-def find_config(name: str) -> dict[str, Any]:
-    """The config of a model, as its config.json has it."""
+def find_config(name: str, whole: bool = False) -> dict[str, Any]:
+    """The config of a model, as its config.json has it: of one that reads images too, that of its text, or the
+    `whole`."""
     if name in SHAPES:
         return {"model_type": "llama", **SHAPES[name]}
     path = Path(name).expanduser()
@@ -67,10 +68,10 @@ def find_config(name: str) -> dict[str, Any]:
     if file.is_file():
         try:
             found = json.loads(file.read_text())
-            return dict(found.get("text_config", found))
+            return dict(found if whole else found.get("text_config", found))
         except (OSError, ValueError, AttributeError) as e:
             raise ValueError(f"model='{name}': {file} is not a readable config.json ({e})") from e
-    if (cached := _in_cache(name)) is not None:
+    if (cached := _in_cache(name, whole)) is not None:
         return cached
     plain = {public.lower(): public for public in PUBLIC}
     for ending in ("", "-instruct", "-base", "-it", "-pt"):
@@ -86,9 +87,9 @@ def find_config(name: str) -> dict[str, Any]:
     )
 
 
-def _in_cache(name: str) -> dict[str, Any] | None:
+def _in_cache(name: str, whole: bool = False) -> dict[str, Any] | None:
     """The newest config.json of a hub name that was downloaded before."""
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     found = sorted((hub / f"models--{name.replace('/', '--')}").glob("snapshots/*/config.json"), key=os.path.getmtime)
-    return find_config(str(found[-1])) if found else None
+    return find_config(str(found[-1]), whole) if found else None

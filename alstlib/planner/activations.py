@@ -10,7 +10,7 @@ from typing import Any, get_args
 from alstlib.base.config import RunConfig
 from alstlib.base.options import Options, TiledPart
 from alstlib.base.sizing import kept_on_host, kept_with_disk, keys_and_values, kv_needed, sdpa_kernel, sent_away
-from alstlib.planner.fits import Lines, StepQuestion, element_bytes, in_layer, lines_at, part_of
+from alstlib.planner.fits import Lines, Moment, StepQuestion, element_bytes, in_layer, lines_at, part_of, tower_of
 from alstlib.planner.model_shapes import Shape
 from alstlib.planner.streaming import Streaming, copied_bytes, host_room, kv_on_host, output_bytes, streaming_of
 
@@ -87,14 +87,16 @@ def activations(
     run = run.for_width(shape.width)
     if run.block is not None and run.block * ranks < seq_len:
         one = activations(
-            shape, run.replace(block=None, options={"on_host": "auto"}), ranks, run.block * ranks, device, room,
-            workspace, capability, held=held,
+            _of_block(shape, run.block * ranks, seq_len), run.replace(block=None, options={"on_host": "auto"}), ranks,
+            run.block * ranks, device, room, workspace, capability, held=held,
         )  # fmt: skip
         return _by_blocks(one, shape, run, ranks, seq_len, device, free, room, workspace and device == "cuda")
     element, tokens = element_bytes(run, device), -(-seq_len // ranks) * run.data.batch_size
     chunk = min(tokens, run.chunk or tokens)
     size, output = tokens * shape.width * element, output_bytes(shape, tokens, element)
     streaming = streaming_of(shape, run, ranks, tokens, element, free, room) if chunk < tokens else Streaming()
+    tower, seen, on_host = _tower(shape, run, ranks, device, element)
+    room = None if room is None else max(0, room - on_host)
     every, outputs, host, needed, away, short = _kept(run, shape, size, output, room, streaming, disk, tokens)
     kernel, gpu = kernel_of(shape, run, device, capability), workspace and device == "cuda"
     taken = kernel_workspace(shape, kernel, chunk, run.data.packed) if gpu else 0.0
@@ -102,10 +104,13 @@ def activations(
     pages = streaming.keys * (streaming.on_device(True) - streaming.on_device(False)) if ahead else 0.0
     kept = [True] * (outputs > 0) + [False] * (outputs < max(1, shape.attending))
     lines = [lines_at(_asked(shape, run, ranks, device, capability, streaming, save), tokens) for save in kept]
-    if every == len(lines) == 1 and not away:  # all layers are alike, as they were simulated
+    lines += tower
+    if every == len(kept) == 1 and not away:  # all layers are alike, as they were simulated
         needed, host = needed + lines[0].host_at(tokens) - host, lines[0].host_at(tokens)
 
     def beside(place: str, kernels: bool, found: dict[str, float]) -> None:
+        if place != TOWER and seen:
+            found[TOWER] = seen
         if kernels:
             found["kernel workspace"] = taken
         if "attention" in found:
@@ -121,10 +126,33 @@ def activations(
         best["checkpoints"] = best.get("checkpoints", 0.0) + (every - 1) * (size + output)
     chunks = tokens / chunk
     return Activations(
-        _bytes(best), place, part, host, needed, outputs / max(1, shape.attending), every, kernel, streaming.hidden,
-        copied_bytes(run, shape.layers, every, size, outputs * output, streaming, chunks, shape.attending),
+        _bytes(best), place, part, host + on_host, needed + on_host, outputs / max(1, shape.attending), every, kernel,
+        streaming.hidden, 2 * on_host
+        + copied_bytes(run, shape.layers, every, size, outputs * output, streaming, chunks, shape.attending),
         streaming.attention_share(chunks), away, short,
     )  # fmt: skip
+
+
+TOWER = "vision tower"
+"""The category of all that a model makes of images before its decoder has them, and the place of its moments."""
+
+
+def _of_block(shape: Shape, tokens: int, seq_len: int) -> Shape:
+    """The shape with the images of one block of so many tokens: an image across a border is in both blocks."""
+    if (of := shape.images) is None:
+        return shape
+    return replace(shape, images=replace(of, count=min(of.count, -(-of.count * tokens // seq_len) + 1)))
+
+
+def _tower(shape: Shape, run: RunConfig, ranks: int, device: str, element: int) -> tuple[list[Lines], float, int]:
+    """Of a rank's images: the largest moment of the tower, beside which the embeddings (in backward their gradient)
+    wait; what it keeps on the device between its forward and its backward; and its checkpoints on the host."""
+    if shape.images is None:
+        return [], 0.0, 0
+    images, found = shape.images.of_rank(ranks, run.data.batch_size), tower_of(run, device, shape.images.asked)
+    peak, kept, host = (base + each * images for base, each in (found[name] for name in ("peak", "kept", "host")))
+    moment = Moment(TOWER, False, {TOWER: (peak, 0.0), "hidden states": (0.0, float(element * shape.width))})
+    return [Lines([moment], (0.0, 0.0))], max(0.0, kept), round(host)
 
 
 def reference_activations(
@@ -181,7 +209,8 @@ def _asked(
 ) -> StepQuestion:
     """The question with what a run decides from its memory decided, and without what a simulated step does not see."""
     options, layer = run.options, shape.recurrence and shape.recurrence.layer
-    place = "none" if not streaming.hidden else "hidden+kv" if streaming.kv else "hidden"
+    away = streaming.kv and (streaming.hidden or shape.images is not None)
+    place = "hidden+kv" if away else "hidden" if streaming.hidden else "none"
     decided: dict[str, Any] = {
         "tiles": {part: options.tile(part) for part in get_args(TiledPart)}, "checkpoint": options.checkpoint,
         "save_attention": save and options.checkpoint, "offload": bool(options.offload), "chunk": run.chunk,
@@ -191,7 +220,9 @@ def _asked(
     }  # fmt: skip
     kernels = {kernel_of(shape, run, device, of) for of in (capability, 9)}
     alike = 9 if kernels <= {"cudnn", "flash"} else capability  # two that take alike, but for their workspaces
-    return StepQuestion(RunConfig(model=run.model, options=Options.plain(**decided)), ranks, device, alike)
+    asked = RunConfig(model=run.model, options=Options.plain(**decided))
+    images = shape.images is not None and streaming.kv
+    return StepQuestion(asked, ranks, device, alike, images=images)
 
 
 def _by_blocks(

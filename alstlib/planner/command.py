@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -51,6 +52,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tree", metavar="TREE",
         help="a step on trajectories that share prefixes (tree_step), compared with one by one: 800K,8x200K is a "
         "prefix of 800K tokens before 8 branches of 200K each, and a third part would branch again",
+    )  # fmt: skip
+    what.add_argument(
+        "--images", type=int, default=0, metavar="NUMBER", help="the number of images in each sample, of one size"
+    )
+    what.add_argument(
+        "--image-size", metavar="HEIGHTxWIDTH",
+        help="the pixels of an image, as the model's processor makes it, such as 1008x756; not for a tower of one size",
     )  # fmt: skip
     what.add_argument(
         "--preset", choices=PRESETS, default="ours",
@@ -158,6 +166,9 @@ class Request:
         ranks = run.engine.sp or gpus
         if self.seq_len is not None and self.seq_len < ranks:
             raise ValueError(f"seq-len={self.seq_len} must be at least {ranks}: one token for each rank")
+        images = self.shape.images
+        if images and self.seq_len is not None and self.seq_len < images.tokens:
+            raise ValueError(f"seq-len={self.seq_len} must be at least {images.tokens}: the tokens of its images")
         named = args.gpu_memory or (f"measured in {args.machine}" if measured else rates.name)
         understood = {
             "gpu_memory": f"{named}: {memory / GIB:.1f} GiB that PyTorch finds on a GPU" if memory else "no limit",
@@ -169,6 +180,11 @@ class Request:
             understood["disk"] = f"{args.disk}: {machine.disk / GIB:,.0f} GiB on each node, {rate_text}"
         if self.seq_len:
             understood["seq_len"] = f"{args.seq_len}: {self.seq_len:,} tokens"
+        if images:
+            understood["images"] = (
+                f"{images.count} of {images.size[0]}x{images.size[1]} pixels in each sample, which take "
+                f"{images.tokens:,} of its tokens; a rank has at most {images.of_rank(ranks, run.data.batch_size)}"
+            )
         if gpus > 1:
             chosen = "" if self.run.engine.sp else ", chosen as the largest that works"
             share = "all GPUs share each sample" if ranks == gpus else f"{ranks} of the {gpus} GPUs share each sample"
@@ -202,7 +218,16 @@ def read(args: argparse.Namespace) -> Request:
         if not 0 <= args.fragmentation < 1:
             raise ValueError(f"fragmentation={args.fragmentation} must be a share of at least 0 and below 1")
         terms["fragmentation"] = args.fragmentation
-    shape = read_shape(args.model, run.model.config, trust_remote_code=run.model.trust_remote_code)
+    if args.images < 0 or (args.image_size and not args.images):
+        raise ValueError(f"images={args.images} must be at least {0 if args.images < 0 else 1}")
+    if args.images and (args.tree or args.preset != "ours"):
+        raise ValueError("--images is about a step of this library on samples: leave out --tree and --preset")
+    if args.images and run.model.lora is not None:
+        raise ValueError("model.lora is not planned with --images: leave one of both out")
+    shape = read_shape(
+        args.model, run.model.config, trust_remote_code=run.model.trust_remote_code, images=args.images,
+        image_size=size_of(args.image_size) if args.image_size else None,
+    )  # fmt: skip
     return Request(args, shape, run, tuple(rates), measured, gpus, wanted, terms)
 
 
@@ -245,6 +270,13 @@ def tree(request: Request) -> int:
     for shown in (*introduce(question), table(found, question.machine, speed)):
         console().print(shown)
     return 0 if found.fits else 1
+
+
+def size_of(text: str) -> tuple[int, int]:
+    """Height and width in pixels, of HEIGHTxWIDTH."""
+    if not (found := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text.strip())):
+        raise ValueError(f"image-size={text!r} must have the form HEIGHTxWIDTH in pixels, such as 1008x756")
+    return int(found[1]), int(found[2])
 
 
 def fields_of(texts: Sequence[str], option: str) -> dict[str, Any]:

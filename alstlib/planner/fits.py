@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from alstlib.base.config import RunConfig, not_default
+from alstlib.base.options import Options
 from alstlib.hf.configs import find_config, overridden
 from alstlib.planner.progress import watched
 
@@ -88,19 +89,21 @@ class StepQuestion:
     capability: int = 9
     preset: str = "ours"
     """The stack that runs it: `ours` or that of the `paper`."""
+    images: bool = False
+    """Whether the step has images: then hidden states stay on the device (`hf.hidden_states.travels`)."""
 
     @property
     def text(self) -> str:
         """All that the answer depends on but the tokens; a model by its config, wherever that lies."""
         model = self.run.model
-        config = overridden(find_config(model.name), model.config)
+        config = overridden(find_config(model.name, whole=True), model.config)
         fields = {name: value for name, value in not_default(self.run).items() if not name.startswith("model.")}
         own = {"dtype": model.dtype, "lora": model.lora, "code": model.name if model.trust_remote_code else ""}
         asked = {
             "config": config,
             "model": own,
             "run": fields,
-            "on": [self.ranks, self.device, self.capability, self.preset],
+            "on": [self.ranks, self.device, self.capability, self.preset, *["images"] * self.images],
         }
         return json.dumps(asked, sort_keys=True, default=str)
 
@@ -144,15 +147,40 @@ def lines_at(question: StepQuestion, tokens: int) -> Lines:
     return lines_at(question, tokens)
 
 
-def facts_of(name: str, overrides: Mapping[str, Any], trust_remote_code: bool) -> dict[str, Any]:
-    """The fields of a `model_shapes.Shape`, counted on the model itself."""
-    config = overridden(find_config(name), overrides)
-    text = json.dumps(["facts", config, name if trust_remote_code else ""], sort_keys=True, default=str)
+def facts_of(name: str, overrides: Mapping[str, Any], trust_remote_code: bool, images: bool = False) -> dict[str, Any]:
+    """The fields of a `model_shapes.Shape`, counted on the model itself; with `images`, on the one that reads them."""
+    config = overridden(find_config(name, whole=True), overrides)
+    read = ["images"] * images
+    text = json.dumps(["facts", config, name if trust_remote_code else "", *read], sort_keys=True, default=str)
+    asked = {"name": name, "overrides": dict(overrides), "trust": trust_remote_code, "images": images}
+    return _once("facts", text, asked, f"reading the sizes of {name}")
+
+
+def tower_of(run: RunConfig, device: str, size: Sequence[int] | None) -> dict[str, Any]:
+    """What a model's vision tower takes for images of this size (`measure.towers.tower`).
+
+    Args:
+        run: its model, whether it keeps checkpoints, and whether these go to the host; nothing else matters to a tower.
+
+    Raises:
+        ValueError: a model that cannot read images, or whose tower is not planned, or an adapter.
+    """
+    if run.model.lora is not None:
+        raise ValueError("images of a model with an adapter (model.lora) are not planned")
+    kept = bool(run.options.checkpoint)
+    options = Options.plain(checkpoint=kept, offload=kept and bool(run.options.offload))
+    question = StepQuestion(RunConfig(model=run.model, options=options), 1, device, images=True)
+    text = json.dumps(["tower", question.text, size])
+    said = f"simulating the vision tower of {run.model.name}"
+    return _once("tower", text, {"question": question.to_dict(), "size": size}, said)
+
+
+def _once(what: str, text: str, asked: Mapping[str, Any], said: str) -> dict[str, Any]:
+    """An answer that is asked for only where it is not known; `said` is shown meanwhile."""
     if not (known := _known(text)):
-        asked = {"name": name, "overrides": dict(overrides), "trust": trust_remote_code}
-        with watched(f"reading the sizes of {name}"):
-            known.append(_ask("facts", asked))
-        _keep(text, {"facts": asked, "found": known})
+        with watched(said):
+            known.append(_ask(what, asked))
+        _keep(text, {what: asked, "found": known})
     return dict(known[0])
 
 

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from alstlib.base.config import Model, RunConfig
+from alstlib.base.options import Options
 from alstlib.base.sizing import causal_pairs
 from alstlib.linear.ways import Sent, StateLayer
-from alstlib.planner.fits import facts_of
+from alstlib.planner.fits import facts_of, tower_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,33 @@ class Recurrence:
     def flops(self) -> float:
         """FLOPs of the recurrence of one layer in one forward, for each token."""
         return self.layer.heads * self.layer.forward_flops() if self.layer else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Images:
+    """Images of one size, as many in each sample."""
+
+    count: int
+    """How many a sample has."""
+    asked: tuple[int, int] | None
+    """Height and width that were asked for, in pixels; None: the tower has one size."""
+    size: tuple[int, int]
+    """Height and width that the tower takes, in pixels."""
+    each: int
+    """Tokens that one takes in the sequence: a placeholder for each feature."""
+    products: float
+    """FLOPs of a forward of the tower over one, in matrix products."""
+    attention: float
+    """FLOPs of a forward of the tower over one, in attention."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that all of a sample take in the sequence."""
+        return self.count * self.each
+
+    def of_rank(self, ranks: int, batch: int = 1) -> int:
+        """Images of the rank that has the most (`data.images.deal`)."""
+        return -(-self.count * batch // ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +98,8 @@ class Shape:
     """Widths of what goes into linear modules and comes out of them, all together, by the modules' names."""
     recurrence: Recurrence | None
     """What layers with a state have; None: the model has none of them."""
+    images: Images | None = None
+    """The images of each sample; None: text alone."""
 
     @property
     def embedding(self) -> int:
@@ -106,17 +137,33 @@ class Shape:
         return (self.attending - self.windowed) * causal_pairs(seq_len) + inside
 
 
-def read_shape(name: str, overrides: Mapping[str, Any] | None = None, *, trust_remote_code: bool = False) -> Shape:
+def read_shape(
+    name: str, overrides: Mapping[str, Any] | None = None, *, trust_remote_code: bool = False, images: int = 0,
+    image_size: tuple[int, int] | None = None,
+) -> Shape:  # fmt: skip
     """The shape of a built-in or public model, of a folder or config.json here, or of a model in the hub's cache.
 
+    Args:
+        images: the number of images of each sample.
+        image_size: their height and width in pixels, as the model's processor makes them; None where the tower has one.
+
     Raises:
-        ValueError: an unknown model (with the nearest known one), or one that `apply` refuses.
+        ValueError: an unknown model (with the nearest known one), one that `apply` refuses, or images that it cannot
+            read or that are not planned.
     """
-    fields = facts_of(name, overrides or {}, trust_remote_code)
+    fields = facts_of(name, overrides or {}, trust_remote_code, bool(images))
+    of_images = None
+    if images:
+        model = Model(name=name, config=dict(overrides or {}), trust_remote_code=trust_remote_code, dtype="bf16")
+        one = tower_of(RunConfig(model=model, options=Options(offload=True)), "cuda", image_size)
+        of_images = Images(
+            count=images, asked=image_size, size=tuple(one["size"]), each=one["tokens"], products=one["products"],
+            attention=one["attention"],
+        )  # fmt: skip
     if found := fields["recurrence"]:
         layer = found["layer"]
         if layer:
             inputs = tuple(Sent(*sent) for sent in layer["inputs"])
             layer = {**layer, "inputs": inputs, "output": Sent(*layer["output"])}
         found = Recurrence(**{**found, "layer": layer and StateLayer(**layer)})
-    return Shape(**{**fields, "name": name, "recurrence": found})
+    return Shape(**{**fields, "name": name, "recurrence": found}, images=of_images)

@@ -100,15 +100,21 @@ class Question:
     @property
     def shortest(self) -> int:
         """Tokens of the shortest sample that is tried."""
-        return 8 * self.ranks
+        return max(8 * self.ranks, self.image_tokens)
+
+    @property
+    def image_tokens(self) -> int:
+        """Tokens of a sample that images take."""
+        return self.shape.images.tokens if self.shape.images else 0
 
     def at(self, seq_len: int) -> Prediction:
         """The prediction for samples of so many tokens."""
         return predict(self.shape, self.run, self.machine, seq_len, self.preset)
 
     def longest(self) -> Prediction | None:
-        """The prediction for the longest sample that fits; None where none does."""
-        return longest(self.shape, self.run, self.machine, preset=self.preset)
+        """The prediction for the longest sample that fits, with its images; None where none does."""
+        found = longest(self.shape, self.run, self.machine, preset=self.preset)
+        return None if found is None or found.seq_len < self.image_tokens else found
 
     def beyond(self, best: Prediction | None) -> Prediction:
         """A length that is a little longer than the longest that fits."""
@@ -179,7 +185,7 @@ class Question:
         """What may let it fit."""
         if near := self.nearest(seq_len):
             yield near
-        if self.run.model.lora is None:
+        if self.run.model.lora is None and self.shape.images is None:
             adapter = Variant("LoRA", LORA, self.with_changes(LORA))
             if adapter.question.at(seq_len).fits:
                 yield adapter

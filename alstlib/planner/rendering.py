@@ -40,6 +40,7 @@ MEANING = {
     "mlp": "what one tile of the MLP or of the experts makes",
     "loss": "the head, one tile of logits, the loss",
     "checkpoints": "inputs of layers, kept for backward",
+    "vision tower": "what the tower makes and keeps of images",
     "process": "Python and libraries of one rank's process",
 }
 """What is counted in each category of memory."""
@@ -272,10 +273,11 @@ def describe_remedies(question: Question, found: Prediction, nothing: bool) -> I
         yield listed(head, rows, head[:3])
     else:
         yield (
-            "\nNothing that was tried makes it fit: other options, LoRA, more host memory, more nodes of this kind. "
+            f"\nNothing that was tried makes it fit: other options, {'' if question.shape.images else 'LoRA, '}"
+            "more host memory, more nodes of this kind. "
             "--seq-len without --gpus says which machines hold a length."
         )
-    if nothing and question.run.model.lora is None:
+    if nothing and question.run.model.lora is None and question.shape.images is None:
         yield "QLoRA (LoRA on weights in 4 bits) takes less memory still: --set 'model.lora={r: 16}' --set model.bits=4"
 
 

@@ -36,7 +36,10 @@ def model_flops(shape: Shape, run: RunConfig, seq_len: int) -> float:
     states = 0.0 if shape.recurrence is None else shape.recurrence.layers * shape.recurrence.flops * seq_len
     linear = sum(linear_flops(shape, seq_len).values()) * (1 + products_of_backward(run))
     samples = run.data.batch_size * run.optim.accumulation
-    return samples * (linear + 3 * (attention_flops(shape, seq_len) + states))
+    tower = 0.0
+    if (images := shape.images) is not None:
+        tower = images.count * (images.products * (1 + products_of_backward(run)) + 3 * images.attention)
+    return samples * (linear + tower + 3 * (attention_flops(shape, seq_len) + states))
 
 
 def exchange_bytes(shape: Shape, ranks: int, seq_len: int, element: int, forwards: float, saved: float) -> float:
@@ -94,7 +97,8 @@ def step_seconds(
     an adapter is trained, because frozen weights have no gradients (the adapter's own products are left out). Where one
     input in k is kept, the layers of the others run forward once more. `attention_passes` says how often attention
     does, and its backward is 2.5 forwards. The exchange is waited for. ZeRO's traffic and asynchronous offload hide
-    behind the computing, as far as that lasts.
+    behind the computing, as far as that lasts. A vision tower runs like the layers; ranks wait for the one that has the
+    most images.
     """
     element, rates = element_bytes(run, "cuda"), machine.rates
     again = 1.0 if run.options.checkpoint else 0.0
@@ -119,6 +123,11 @@ def step_seconds(
     if shape.recurrence is not None:
         sent, recurrence = states_seconds(shape.recurrence, run, machine, ranks, seq_len, 1 + again + remade + first)
         exchange, core = exchange + sent, core + recurrence
+    if (images := shape.images) is not None:
+        of_rank = images.of_rank(ranks, run.data.batch_size)
+        matmul += of_rank * images.products * (once + again + first) / rates.matmul
+        core += of_rank * images.attention * ((1 + again + first) / forward + 2.5 / backward)
+        exchange += 2 * of_rank * images.each * shape.width * element * (ranks - 1) / ranks / network
     times = run.optim.accumulation
     made = {"matrix products": matmul * times, "attention": core * times, "exchange": exchange * times}
     computing, offload = (matmul + core) * times, found.copied / rates.host * times

@@ -78,6 +78,7 @@ def streaming_of(
     a host; None for plenty."""
     assert run.chunk is not None
     hidden = bool(run.options.offload) and run.options.place("hidden") != "device" and bool(run.options.tile("loss"))
+    hidden = hidden and shape.images is None
     heads = max(kv_needed(shape.heads, shape.kv_heads, ranks))
     keys = keys_and_values(tokens * ranks, heads, shape.head_dim + shape.value_dim, element)
     tables = 2 * tokens * shape.head_dim * element if hidden else 0

@@ -23,13 +23,18 @@ from alstlib.planner.fits import KERNEL, REFERENCE, StepQuestion, part_of
 from alstlib.planner.measure.deep import PROBE, Deep
 from alstlib.planner.measure.scope import ATTENTION, STATES, category
 from alstlib.planner.measure.simulate import whole_model
+from alstlib.planner.measure.towers import tower
 from alstlib.planner.progress import watched
 
 
 def answer(what: str, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """What `fits` asks for: the moments between two lengths (`span`), or the sizes of a model (`facts`)."""
+    """What `fits` asks for: the moments between two lengths (`span`), the sizes of a model (`facts`), or what images
+    take (`tower`)."""
     if what == "facts":
-        return count(asked["name"], asked["overrides"], asked["trust"])
+        return count(asked["name"], asked["overrides"], asked["trust"], asked.get("images", False))
+    if what == "tower":
+        question, size = StepQuestion.from_dict(asked["question"]), asked["size"]
+        return tower(question.run, question.device, size and tuple(size))
     return span(json.dumps(asked["question"], sort_keys=True), asked["tokens"])
 
 
@@ -37,7 +42,7 @@ def answer(what: str, asked: Mapping[str, Any]) -> dict[str, Any]:
 def _deep(question: str) -> Deep:
     """A search asks about many lengths of one model, which is built once for all of them."""
     asked = StepQuestion.from_dict(json.loads(question))
-    return stack_of(asked.preset)(asked.run, asked.ranks, asked.device, asked.capability)
+    return stack_of(asked.preset)(asked.run, asked.ranks, asked.device, asked.capability, asked.images)
 
 
 def stack_of(preset: str) -> type[Deep]:
@@ -107,11 +112,11 @@ def _without_smaller(
     return kept
 
 
-def count(name: str, overrides: Mapping[str, Any], trust: bool) -> dict[str, Any]:
+def count(name: str, overrides: Mapping[str, Any], trust: bool, images: bool) -> dict[str, Any]:
     """The fields of a `Shape`, from the model itself on meta."""
     run = RunConfig(model=Model(name=name, config=dict(overrides), trust_remote_code=trust, dtype="bf16"))
     with torch.device("meta"):
-        model: Any = whole_model(run, "cuda")
+        model: Any = whole_model(run, "cuda", images)
     facts, config = check_model(model, "auto"), model.config.get_text_config()
     mixing = mlps = 0.0
     for i, layer in enumerate(facts.layers):

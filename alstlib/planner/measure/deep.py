@@ -62,8 +62,10 @@ class Deep:
     all of them keep. The last layer of a kind has the most before it, so that no layer between can take more.
     """
 
-    def __init__(self, run: RunConfig, ranks: int, device: str = "cuda", capability: int = 9) -> None:
-        self.run, self.ranks, self.device, self.capability = roomy(run), ranks, device, capability
+    def __init__(
+        self, run: RunConfig, ranks: int, device: str = "cuda", capability: int = 9, images: bool = False
+    ) -> None:  # fmt: skip
+        self.run, self.ranks, self.device, self.capability, self.images = roomy(run), ranks, device, capability, images
         with torch.device("meta"):
             self.model = self.whole()
         self.layers = decoder_layers(self.model)
@@ -92,7 +94,7 @@ class Deep:
 
     def run_step(self, model: Any, run: RunConfig, tiles: TileRule | None) -> Simulated:
         """A step of a shallow model."""
-        return run_model(model, run, self.ranks, self.device, self.capability, tiles)
+        return run_model(model, run, self.ranks, self.device, self.capability, tiles, self.images)
 
     def at(self, seq_len: int) -> Simulated:
         """The whole model at this length."""

@@ -29,7 +29,9 @@ import alstlib
 from alstlib.base.config import RunConfig
 from alstlib.base.mesh import join_fake
 from alstlib.base.sizing import TileRule, kernels_as_on, tiles_as_on
+from alstlib.hf import attach
 from alstlib.hf.models import load_model
+from alstlib.hf.vision import image_layout, tower_modules
 from alstlib.kernels import blockwise
 from alstlib.linear.adapters import lightning
 from alstlib.linear.ways import StateLayer
@@ -129,8 +131,9 @@ def simulate(run: RunConfig, ranks: int, device: str = "cuda", *, capability: in
     return run_model(model, run, ranks, device, capability)
 
 
-def whole_model(run: RunConfig, device: str) -> Any:
-    """The run's model with the weights that train, made on the device of the context."""
+def whole_model(run: RunConfig, device: str, images: bool = False) -> Any:
+    """The run's model with the weights that train, made on the device of the context; with `images` it is to read
+    images (`hf.models.auto_class`)."""
     if run.contrib.sparse is not None:
         raise ValueError(
             f"contrib.sparse={run.contrib.sparse} cannot be simulated: fake tensors have no values to choose pages by. "
@@ -138,7 +141,7 @@ def whole_model(run: RunConfig, device: str) -> Any:
         )
     dtype = torch.bfloat16 if run.bf16(device == "cuda") else torch.float32
     with torch.random.fork_rng(devices=[]):  # a plan in a notebook changes no random numbers of it
-        model = load_model(run, dtype, shape_only=True)
+        model = load_model(run, dtype, shape_only=True, images=images)
     if run.model.lora is not None:
         from peft import LoraConfig, inject_adapter_in_model
 
@@ -151,13 +154,16 @@ def whole_model(run: RunConfig, device: str) -> Any:
 
 
 def run_model(
-    model: Any, run: RunConfig, ranks: int, device: str, capability: int, tiles: TileRule | None = None
-) -> Simulated:
-    """A step of a model on meta, with tiles as on the device, or by a rule."""
+    model: Any, run: RunConfig, ranks: int, device: str, capability: int, tiles: TileRule | None = None,
+    images: bool = False,
+) -> Simulated:  # fmt: skip
+    """A step of a model on meta, with tiles as on the device, or by a rule; with `images`, hidden states stay on the
+    device as if there were some."""
     states = fused_states(model) if device == "cuda" else nullcontext()
+    stay: Any = mock.patch.object(attach, "travels", return_value=False) if images else nullcontext()
     with (
         fake_ranks(ranks) as ctx, tiles_as_on(tiles or device), kernels_as_on(device, capability), some_of_many(),
-        states, alstlib.apply(model, ctx, run.options) as handle, FakeTensorMode(allow_non_fake_inputs=True),
+        states, stay, alstlib.apply(model, ctx, run.options) as handle, FakeTensorMode(allow_non_fake_inputs=True),
     ):  # fmt: skip
         drop_gradients(model.to_empty(device="cpu"))  # which makes new weights, without hooks
         return step(run, model, handle, ctx)
@@ -251,8 +257,9 @@ def shard_of(ctx: alstlib.SPContext, tokens: int) -> dict[str, Any]:
     return {"input_ids": ids, "position_ids": at, "shift_labels": ids.clone(), "cu_seqlens": [0, tokens * ctx.sp]}
 
 
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+def decoder_layers(model: Any) -> list[nn.Module]:
+    tower = {*tower_modules(model)} if image_layout(model) is not None else set()
+    return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer) and m not in tower]
 
 
 INDICES = "aten.cat.default"
