@@ -19,7 +19,7 @@ EQUAL = tuple(
     name
     for name in FIELDS
     if name.split(".")[0] in ("model", "data", "optim", "contrib")
-    and name not in ("model.trust_remote_code", "model.liger", "data.allow_dropped", "optim.steps")
+    and name not in ("model.trust_remote_code", "model.liger", "model.bits", "data.allow_dropped", "optim.steps")
 )
 """Fields that must be equal in the run that saved a training state and in the one that loads it: what is trained, on
 what, and how. The rest is free: on which ranks and how the same numbers are computed, and how many steps there are."""
