@@ -36,16 +36,18 @@ class FileHandle:
 
     def async_pwrite(self, tensor, path, offset):
         assert (offset, tensor.nbytes % 1024) == (0, 0)  # what direct access wants
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:  # in place: it may be mapped
-            file.write(_bytes(tensor))
         self.calls += 1
+        if tensor.data_ptr() % 512 == 0:
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:  # in place: it may be mapped
+                file.write(_bytes(tensor))
         return 0
 
     def async_pread(self, tensor, path, offset):
         assert (offset, tensor.nbytes % 1024) == (0, 0)
-        with open(path, "rb") as file:
-            assert file.readinto(_bytes(tensor)) == tensor.nbytes
         self.calls += 1
+        if tensor.data_ptr() % 512 == 0:  # else the disk refuses, and the operator counts the call as done
+            with open(path, "rb") as file:
+                assert file.readinto(_bytes(tensor)) == tensor.nbytes
         return 0
 
     def wait(self):

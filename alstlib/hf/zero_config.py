@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from alstlib.base.config import FIELDS, WEIGHTS_ON_DISK, RunConfig
 from alstlib.base.mesh import accelerator, own_device
@@ -39,7 +41,9 @@ def zero_config(model: torch.nn.Module, **fields: Any) -> dict[str, Any]:
     run = RunConfig.from_dict({where[name]: value for name, value in {"offload_optimizer": False, **fields}.items()})
     parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())  # partitioned already, or whole
     bf16 = next(model.parameters()).dtype == torch.bfloat16
-    return engine_config(run, parameters, bf16)
+    config = engine_config(run, parameters, bf16)
+    check_files(config)
+    return config
 
 
 def check_files(config: Mapping[str, Any]) -> None:
@@ -71,6 +75,38 @@ def check_files(config: Mapping[str, Any]) -> None:
             "offload_optimizer on nvme needs DeepSpeed's operator async_io, which cannot be compiled here: install "
             "libaio's headers (Debian: libaio-dev) and a C++ compiler, and for a GPU the CUDA toolkit (CUDA_HOME)"
         )
+    _align_gradients()
+
+
+def _align_gradients() -> None:
+    """Let DeepSpeed read gradients from a disk to where a disk can be read to.
+
+    A group's gradients lie one after the other, and each is read back to its place in the group. Direct access wants
+    that place aligned. Behind a norm that is divided among ranks it is not: the read fails, DeepSpeed (0.19.8) does not
+    ask, and the step takes the numbers that were in memory. Here what stands before the next aligned place stays in
+    memory, as what is below 1 MiB does.
+    """
+    from deepspeed.runtime.swap_tensor.optimizer_utils import OptimizerSwapper
+
+    swapper: Any = OptimizerSwapper
+    cut = swapper._adjust_for_misaligned_lengths
+    if hasattr(cut, "__wrapped__"):
+        return
+
+    @functools.wraps(cut)
+    def aligned(self: Any, tensors: Sequence[Tensor], offsets: Sequence[int]) -> tuple[list[Tensor], list[int]]:
+        parts: list[Tensor] = []
+        places: list[int] = []
+        for tensor, offset in zip(tensors, offsets, strict=True):
+            before = -offset % self.numel_alignment if self.is_swappable_tensor(tensor=tensor) else 0
+            if before:  # a copy: a view would keep all of the gradient
+                parts.append(tensor[:before].clone())
+                places.append(offset)
+            parts.append(tensor[before:])
+            places.append(offset + before)
+        return cut(self, parts, places)
+
+    swapper._adjust_for_misaligned_lengths = aligned
 
 
 def engine_config(run: RunConfig, parameters: int, bf16: bool) -> dict[str, Any]:
