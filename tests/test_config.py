@@ -81,7 +81,7 @@ engine.offload_optimizer: nvme   -> nvme_path=None must be a folder on a local d
 engine.nvme_path: files          -> nvme_path='files' must be a folder on a local disk, such as '/scratch', with
 {engine.offload_optimizer: nvme, engine.nvme_path: x, engine.zero_stage: 2} -> needs zero_stage=3, not 2: DeepSpeed's
 {engine.offload_optimizer: nvme, engine.nvme_path: x, engine.fsdp: true} -> is DeepSpeed's: leave fsdp out
-engine.offload_params: nvme      -> offload_params='nvme': DeepSpeed 0.19.8 ends a step with weights on a
+engine.offload_params: nvme      -> nvme_path=None must be a folder on a local disk
 {data.batch_size: 2, data.packed: true} -> data.batch_size=2 must be 1
 {block: 4, options.chunk: 4}     -> exclude each other
 {emulate: 4, engine.world_size: 2} -> engine.world_size=2 must be 1

@@ -103,12 +103,6 @@ class Data(ConfigGroup):
     """Fine-tuning: whether more than 1% of the rows of the data may be left out."""
 
 
-WEIGHTS_ON_DISK = (
-    "DeepSpeed 0.19.8 ends a step with weights on a disk with errors of its buffers ('Not enough buffers', 'already "
-    "assigned swap buffer'), as tried with layers that run again for their backward; the cause is not known"
-)
-
-
 class Engine(ConfigGroup):
     """On which ranks it runs, and where these keep weights, gradients and the optimizer's states."""
 
@@ -121,10 +115,10 @@ class Engine(ConfigGroup):
     offload_optimizer: FlagOrNvme = True
     """Whether ZeRO keeps the optimizer states in the host's memory; 'nvme': ZeRO-3 keeps them in files."""
     offload_params: FlagOrNvme = False
-    """Whether ZeRO-3 keeps the weights in the host's memory; 'nvme' is refused."""
+    """Whether ZeRO-3 keeps the weights in the host's memory; 'nvme': in files."""
     nvme_path: Text | None = None
-    """With offload_optimizer='nvme', the folder on a local disk where each run has files, which end with it; those of a
-    run that is killed end when it starts again on this node."""
+    """With 'nvme', the folder on a local disk where each run has files, which end with it; those of a run that is
+    killed end when it starts again on this node."""
     prefetch: bool = True
     """Whether ZeRO-3 gathers weights ahead of their layer; False lowers the peak."""
     fsdp: bool = False
@@ -142,18 +136,17 @@ class Engine(ConfigGroup):
                 f"offload_optimizer='nvme' needs zero_stage=3, not {self.zero_stage}: DeepSpeed's other stages would "
                 "keep the states in the host's memory, as offload_optimizer=True does"
             )
-        if self.offload_params == "nvme":
-            raise ValueError(f"offload_params='nvme': {WEIGHTS_ON_DISK}; use offload_params=True")
         if self.offload_params and self.zero_stage != 3:
             raise ValueError(f"offload_params={self.offload_params!r} needs zero_stage=3, not {self.zero_stage}")
         if self.offload_optimizer and self.zero_stage == 0:
             raise ValueError("offload_optimizer=True needs zero_stage 1, 2 or 3, not 0")
-        if self.offload_optimizer == "nvme" and self.fsdp:
-            raise ValueError("offload_optimizer='nvme' is DeepSpeed's: leave fsdp out")
-        if (self.offload_optimizer == "nvme") != (self.nvme_path is not None):
+        in_files = [name for name in ("offload_optimizer", "offload_params") if getattr(self, name) == "nvme"]
+        if in_files and self.fsdp:
+            raise ValueError(f"{in_files[0]}='nvme' is DeepSpeed's: leave fsdp out")
+        if bool(in_files) != (self.nvme_path is not None):
             raise ValueError(
                 f"nvme_path={self.nvme_path!r} must be a folder on a local disk, such as '/scratch', with "
-                "offload_optimizer='nvme', and None without"
+                "offload_optimizer='nvme' or offload_params='nvme', and None without"
             )
         return self
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from alstlib.base.config import FIELDS, WEIGHTS_ON_DISK, RunConfig
+from alstlib.base.config import FIELDS, RunConfig
 from alstlib.base.mesh import accelerator, own_device
 from alstlib.base.options import check_names
 from alstlib.base.sizing import zero_bucket
@@ -30,7 +31,8 @@ def zero_config(model: torch.nn.Module, **fields: Any) -> dict[str, Any]:
         fields: those of `RunConfig.engine` and `RunConfig.optim`, and `batch_size`: `zero_stage=3`,
             `learning_rate=1e-4`, `accumulation=1`. The optimizer's state stays on the device unless
             `offload_optimizer=True` (on the host) or `offload_optimizer="nvme"` with `nvme_path`, a folder on a local
-            disk that no other run uses: DeepSpeed's files have fixed names there, and stay.
+            disk that no other run uses: DeepSpeed's files have fixed names there, and stay. So do the weights with
+            `offload_params`.
 
     Raises:
         ValueError: another field, or a value that is none of the field's.
@@ -39,11 +41,16 @@ def zero_config(model: torch.nn.Module, **fields: Any) -> dict[str, Any]:
     where = {name.split(".")[1]: name for name in ours}
     check_names(fields, where, "field of zero_config")
     run = RunConfig.from_dict({where[name]: value for name, value in {"offload_optimizer": False, **fields}.items()})
-    parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())  # partitioned already, or whole
     bf16 = next(model.parameters()).dtype == torch.bfloat16
-    config = engine_config(run, parameters, bf16)
+    config = engine_config(run, sizes_of(model), bf16)
     check_files(config)
     return config
+
+
+def on_nvme(config: Mapping[str, Any]) -> list[str]:
+    """What a configuration of DeepSpeed offloads to a disk: offload_optimizer, offload_param."""
+    zero = config.get("zero_optimization") or {}
+    return [name for name in ("offload_optimizer", "offload_param") if (zero.get(name) or {}).get("device") == "nvme"]
 
 
 def check_files(config: Mapping[str, Any]) -> None:
@@ -52,27 +59,30 @@ def check_files(config: Mapping[str, Any]) -> None:
     Raises:
         ValueError: the stage, the folder, or DeepSpeed's operator does not do it.
     """
-    zero = config.get("zero_optimization") or {}
-    weights, states = (zero.get(name) or {} for name in ("offload_param", "offload_optimizer"))
-    if weights.get("device") == "nvme":
-        raise ValueError(f"offload_param on nvme: {WEIGHTS_ON_DISK}; use the device cpu")
-    if states.get("device") != "nvme":
-        return
-    stage, folder = zero.get("stage"), states.get("nvme_path")
-    if stage != 3:
+    away = on_nvme(config)
+    for name in away:
+        stage = config["zero_optimization"].get("stage")
+        if stage != 3:
+            raise ValueError(
+                f"{name} on nvme needs ZeRO-3: DeepSpeed's stage {stage} keeps it in the host's memory, as with "
+                "the device cpu"
+            )
+        folder = config["zero_optimization"][name].get("nvme_path")
+        if folder is None or not Path(folder).is_dir():
+            raise ValueError(f"nvme_path={folder!r} of {name} must be a folder on a local disk that is there")
+    if "offload_param" in away and not any((config.get(name) or {}).get("enabled") for name in ("bf16", "fp16")):
         raise ValueError(
-            f"offload_optimizer on nvme needs ZeRO-3: DeepSpeed's stage {stage} keeps it in the host's memory, as with "
-            "the device cpu"
+            "offload_param on nvme needs bf16 or fp16: DeepSpeed's buffers hold 16 bits, and would round fp32 weights"
         )
-    if folder is None or not Path(folder).is_dir():
-        raise ValueError(f"nvme_path={folder!r} of offload_optimizer must be a folder on a local disk that is there")
+    if not away:
+        return
     from deepspeed.git_version_info import installed_ops
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     builder: Any = AsyncIOBuilder
     if not installed_ops.get(builder.NAME) and not builder().is_compatible():
         raise ValueError(
-            "offload_optimizer on nvme needs DeepSpeed's operator async_io, which cannot be compiled here: install "
+            f"{away[0]} on nvme needs DeepSpeed's operator async_io, which cannot be compiled here: install "
             "libaio's headers (Debian: libaio-dev) and a C++ compiler, and for a GPU the CUDA toolkit (CUDA_HOME)"
         )
     _align_gradients()
@@ -109,14 +119,19 @@ def _align_gradients() -> None:
     swapper._adjust_for_misaligned_lengths = aligned
 
 
-def engine_config(run: RunConfig, parameters: int, bf16: bool) -> dict[str, Any]:
-    """DeepSpeed's configuration for a run.
+def sizes_of(model: torch.nn.Module) -> list[int]:
+    """The elements of each parameter, partitioned already or whole."""
+    return [getattr(p, "ds_numel", p.numel()) for p in model.parameters()]
+
+
+def engine_config(run: RunConfig, sizes: Sequence[int], bf16: bool) -> dict[str, Any]:
+    """DeepSpeed's configuration for a run of a model whose parameters have these `sizes`.
 
     Buckets are sized on purpose (`sizing.zero_bucket`): DeepSpeed's default is a buffer of 1 to 2 GB on every
     device. All ranks are data parallel to ZeRO; the factor that makes gradients right is in the loss
     (`causal_lm_loss`).
     """
-    bucket = zero_bucket(parameters)
+    bucket = zero_bucket(sum(sizes))
     zero: dict[str, Any] = {
         "stage": run.engine.zero_stage,
         "reduce_bucket_size": bucket,
@@ -132,6 +147,10 @@ def engine_config(run: RunConfig, parameters: int, bf16: bool) -> dict[str, Any]
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": pin}
     if run.engine.offload_params:
         zero["offload_param"] = {"device": "cpu", "pin_memory": pin}
+    if run.engine.offload_params == "nvme":
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        part = -(-max(sizes) // ranks)  # five buffers of the largest weight's part are pinned on the host
+        zero["offload_param"] |= {"device": "nvme", "nvme_path": run.engine.nvme_path, "buffer_size": part + 1024}
     if run.engine.offload_optimizer == "nvme":
         zero["offload_optimizer"] |= {"device": "nvme", "nvme_path": run.engine.nvme_path}
         zero["sub_group_size"] = ON_DISK

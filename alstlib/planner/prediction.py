@@ -206,10 +206,10 @@ def predict(shape: Shape, run: RunConfig, machine: Machine, seq_len: int, preset
     ranks = run.engine.sp or machine.gpus
     if machine.gpus % ranks:
         raise ValueError(f"sp={ranks} does not divide {machine.gpus} GPUs")
-    if run.engine.offload_optimizer == "nvme":
+    if run.engine.nvme_path:
         raise ValueError(
-            "engine.offload_optimizer='nvme' is not planned: the planner does not know what DeepSpeed's files take and "
-            "how fast they are. True plans the host's memory, of which 'nvme' needs less"
+            "engine.nvme_path is not planned: the planner does not know what DeepSpeed's files take and how fast they "
+            "are. offload_optimizer=True and offload_params=True plan the host's memory, of which 'nvme' needs less"
         )
     run = run.for_width(shape.width)
     held = states(shape, run, machine, preset)

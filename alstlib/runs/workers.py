@@ -76,10 +76,10 @@ def check(run: RunConfig, worker: str) -> None:
     if missing := [name for name in LIBRARIES[worker] if importlib.util.find_spec(name) is None]:
         raise ValueError(f"{worker} needs {', '.join(missing)}: pip install 'alstlib[train,trainer]'")
     _check_fine_tuning(run)
-    if worker == FINETUNE and run.engine.offload_optimizer == "nvme" and run.output.checkpoint_every:
+    if worker == FINETUNE and run.engine.nvme_path and run.output.checkpoint_every:
         raise ValueError(
-            f"output.checkpoint_every={run.output.checkpoint_every} with engine.offload_optimizer='nvme': DeepSpeed "
-            "would continue such a checkpoint with moments of zero; use offload_optimizer=True, or checkpoint_every=0"
+            f"output.checkpoint_every={run.output.checkpoint_every} with engine.nvme_path: DeepSpeed would continue "
+            "such a checkpoint with moments of zero; keep the states and weights in memory, or use checkpoint_every=0"
         )
     check_model(run.model.name)
 

@@ -9,7 +9,7 @@ import torch
 
 from alstlib.data.agreement import check_same
 from alstlib.hf.inputs import check_number
-from alstlib.hf.zero_config import check_files
+from alstlib.hf.zero_config import check_files, on_nvme
 
 REPLACED = ("compute_loss", "prediction_step", "get_batch_samples", "_prepare_inputs")
 """Methods of a Trainer that are the mixin's altogether: what a class behind it does there would be lost."""
@@ -88,10 +88,9 @@ def deepspeed_config(trainer: Any) -> Mapping[str, Any]:
 
 def check_resume(trainer: Any, checkpoint: Any) -> None:
     """DeepSpeed 0.19.8 copies the files of a checkpoint back, but its new AdamW does not read those of the moments."""
-    of = (deepspeed_config(trainer).get("zero_optimization") or {}).get("offload_optimizer") or {}
-    if checkpoint and of.get("device") == "nvme":
+    if checkpoint and on_nvme(deepspeed_config(trainer)):
         raise ValueError(
-            "resume_from_checkpoint with offload_optimizer on nvme: DeepSpeed would begin with moments of zero, and "
+            "resume_from_checkpoint with states or weights on nvme: DeepSpeed would begin with moments of zero, and "
             "count steps from 1; use the device cpu, or load the checkpoint's weights as a model and train anew"
         )
 

@@ -17,7 +17,7 @@ from alstlib.planner.measure.ledger import Ledger, storage_bytes
 
 def config_of(stage, **changes):
     fields = {"zero_stage": stage, "offload_optimizer": False, "dtype": "fp32", **changes}
-    return engine_config(RunConfig.from_dict(by_own_names(fields)), 10_000, False)
+    return engine_config(RunConfig.from_dict(by_own_names(fields)), [10_000], False)
 
 
 def arrives(rank, world, run, tied, stage, offload):

@@ -302,7 +302,7 @@ REFUSED = """
 --gpus 0                        -> the GPUs of this machine, and it has none
 --fragmentation 2               -> a share of at least 0 and below 1
 --set engine.sp=3               -> sp=3 does not divide 8 GPUs
---set engine.offload_optimizer=nvme --set engine.nvme_path=/x -> 'nvme' is not planned: the planner does not know
+--set engine.offload_optimizer=nvme --set engine.nvme_path=/x -> nvme_path is not planned: the planner does not know
 --preset paper --gpus 24 --set engine.sp=24 -> preset 'paper' cannot share 32/8 heads over sp=24 ranks
 """
 

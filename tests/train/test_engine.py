@@ -186,13 +186,13 @@ def test_the_plan_knows_what_deepspeed_pins(ranks2, stage, changes):
 def test_the_configuration_says_what_the_run_says():
     fields = {"batch_size": 3, "accumulation": 5, "max_grad_norm": 0.7, "zero_stage": 3, "offload_params": True}
     run = RunConfig.from_dict(by_own_names(fields))
-    config = engine_config(run, 8_030_000_000, bf16=True)
+    config = engine_config(run, [8_030_000_000], bf16=True)
     wanted = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 5, "gradient_clipping": 0.7,
               "bf16": {"enabled": True}}  # fmt: skip
     assert config.items() >= wanted.items()
 
     def zero(run, parameters=10_000):
-        return engine_config(run, parameters, bf16=False)["zero_optimization"]
+        return engine_config(run, [parameters], bf16=False)["zero_optimization"]
 
     large, prefetch = zero(run, 8_030_000_000), "stage3_prefetch_bucket_size"
     assert (large["stage"], large["offload_param"]["device"], large["offload_optimizer"]["device"]) == (3, "cpu", "cpu")
@@ -211,31 +211,30 @@ def test_states_in_files_are_configured(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "stage, path, compiles, says",
+    "stage, path, compiles, bf16, says",
     [
-        (2, "", True, "offload_optimizer on nvme needs ZeRO-3: DeepSpeed's stage 2 keeps it in the host's memory"),
-        (3, None, True, "nvme_path=None of offload_optimizer must be a folder on a local disk that is there"),
-        (3, "gone", True, "gone' of offload_optimizer must be a folder"),
-        (3, "", False, "needs DeepSpeed's operator async_io, which cannot be compiled here: install libaio's headers"),
-        (3, "", True, None),
+        (2, "", True, True, "on nvme needs ZeRO-3: DeepSpeed's stage 2 keeps it in the host's memory"),
+        (3, None, True, True, "nvme_path=None of offload_.* must be a folder on a local disk that is there"),
+        (3, "gone", True, True, "gone' of offload_.* must be a folder"),
+        (3, "", False, True, "needs DeepSpeed's operator async_io, which cannot be compiled here: install libaio's"),
+        (3, "", True, True, None),
+        (3, "", True, False, "needs bf16 or fp16: DeepSpeed's buffers hold 16 bits, and would round fp32 weights"),
     ],
 )
-def test_files_that_deepspeed_would_not_write_are_refused(monkeypatch, tmp_path, stage, path, compiles, says):
+@pytest.mark.parametrize("what", ["offload_optimizer", "offload_param"])
+def test_files_that_deepspeed_would_not_write_are_refused(
+    monkeypatch, tmp_path, stage, path, compiles, bf16, says, what
+):
     monkeypatch.setattr(OPERATOR, "is_compatible", lambda self, verbose=False: compiles)
     folder = None if path is None else str(tmp_path / path)
-    config = {"zero_optimization": {"stage": stage, "offload_optimizer": {"device": "nvme", "nvme_path": folder}}}
-    if says is None:
+    zero = {"stage": stage, what: {"device": "nvme", "nvme_path": folder}}
+    config = {"zero_optimization": zero, "bf16": {"enabled": bf16}}
+    if says is None or (what == "offload_optimizer" and not bf16):
         check_files(config)
     else:
         check_refused(says, check_files, config)
     for other in ({}, {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}):
         check_files(other)
-    weights = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": folder}}}
-    check_refused(
-        "offload_param on nvme: DeepSpeed .* ends a step with weights on a disk .*; use the device cpu",
-        check_files,
-        weights,
-    )
 
 
 class Files(Job):
@@ -274,7 +273,7 @@ def test_a_users_own_loop_gets_the_configuration_of_our_runs():
     model = make_model()
     given = alstlib.zero_config(model, learning_rate=1e-5, accumulation=4)
     run = RunConfig(optim={"learning_rate": 1e-5, "accumulation": 4}, engine={"offload_optimizer": False})
-    assert given == engine_config(run, sum(p.numel() for p in model.parameters()), bf16=False)
+    assert given == engine_config(run, [p.numel() for p in model.parameters()], bf16=False)
     assert given["optimizer"]["params"]["fused"]
     assert alstlib.zero_config(model.bfloat16())["bf16"] == {"enabled": True}
     check_refused(

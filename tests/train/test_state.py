@@ -173,26 +173,30 @@ def in_files(rank, world, task, compiled, *args):
         return task(rank, world, *args)
 
 
-LARGE = {"vocab_size": 9600, "hidden_size": 64, "intermediate_size": 128}
-"""Half of it is more than 1 MiB in fp32: DeepSpeed keeps less in memory."""
+LARGE = {"vocab_size": 18400, "hidden_size": 64, "intermediate_size": 128}
+"""Half of it is more than 1 MiB in bf16: DeepSpeed keeps less in memory."""
 
 
 def checked(rank, world, task, folder, *args):
     """A task, and how much it left in files of this rank."""
     made = task(rank, world, *args)
-    files = [path.name for path in Path(folder).rglob(f"optimizer/rank{rank}/*.swp")]
-    return made, sorted(name.partition(".")[0].rstrip("0123456789_") for name in files if "gradient" not in name)
+    files = [path.name for path in Path(folder).rglob(f"rank{rank}/*.swp")]
+    return made, sorted(name.partition(".")[0].strip("0123456789_") for name in files if "gradient" not in name)
 
 
+@pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_states_in_files(ranks2, tmp_path, compiled):
+def test_states_and_weights_in_files(ranks2, tmp_path, compiled, weights):
     """They train as on the host, but that a norm is summed by groups, and a run goes on from there to a host and from a
     host to there."""
     if compiled and not OPERATOR().is_compatible():
         pytest.skip("DeepSpeed's async_io cannot be compiled: libaio's headers are not installed")
-    pool, swap, host = functools.partial(ranks2, in_files), tmp_path / "swap", run_config(3, True)
+    pool, swap = functools.partial(ranks2, in_files), tmp_path / "swap"
+    host = run_config(3, True, dtype="bf16" if weights else "fp32")
     swap.mkdir()
-    away = run_config(3, "nvme", nvme_path=str(swap))
+    away = host.replace(engine={"offload_optimizer": "nvme", "nvme_path": str(swap)})
+    if weights:
+        away = away.replace(engine={"offload_params": "nvme"})
     saved = {"host": pool(write, compiled, str(tmp_path / "host"), host, LARGE)[0]}
     want, losses = saved["host"]
     for made, names in pool(checked, compiled, write, str(swap), str(tmp_path / "away"), away, LARGE):
@@ -202,6 +206,7 @@ def test_states_in_files(ranks2, tmp_path, compiled):
         assert made[1] == pytest.approx(losses, rel=1e-6)
         counts = Counter(names)
         assert counts[""] == counts["exp_avg-"] == counts["exp_avg_sq-"] > 1
+        assert counts["param"] == (2 if weights else 0)
     for folder, target in (("away", host), ("host", away), ("away", away)):
         for values, _, got in pool(read, compiled, str(tmp_path / folder), target, LARGE):
             assert differing(saved[folder][0], values) == []

@@ -418,24 +418,28 @@ def test_switches_of_the_ecosystem(monkeypatch):
     assert [speed * 2 for speed in speeds] == pytest.approx(steps)
 
 
-LARGE = functools.partial(make_model, vocab_size=9600, hidden_size=64, num_hidden_layers=1)
-"""Half of its weights are more than 1 MiB in fp32: of less DeepSpeed writes no file."""
+LARGE = functools.partial(make_model, vocab_size=18400, hidden_size=64, num_hidden_layers=1)
+"""Half of its weights are more than 1 MiB in bf16: of less DeepSpeed writes no file."""
 
 
-def with_files(rank, world, folder, device):
-    """A training with DeepSpeed's configuration of a user, and the number of moments that it left in files."""
+def with_files(rank, world, folder, device, weights):
+    """A training with DeepSpeed's configuration of a user, and the numbers of moments and of weights that it left in
+    files."""
     away = {"device": device, "nvme_path": folder, "pin_memory": False}
-    config = {**zero(3), "zero_optimization": {"stage": 3, "offload_optimizer": away}}
+    where = {"offload_optimizer": away, **({"offload_param": {**away, "buffer_size": 10**6}} if weights else {})}
+    config = {**zero(3), "zero_optimization": {"stage": 3, **where}, "bf16": {"enabled": weights}}
     with async_files():
-        made = run(rank, world, "ours", "zero3", {"kind": LARGE, "max_steps": 3, "deepspeed": config})
-    return made, len([*Path(folder).rglob(f"optimizer/rank{rank}/exp_avg*.swp")])
+        settings = {"kind": LARGE, "max_steps": 3, "deepspeed": config, "bf16": weights, "use_cpu": True}
+        made = run(rank, world, "ours", "zero3", settings)
+    return made, [len([*Path(folder).rglob(f"rank{rank}/{name}*.swp")]) for name in ("exp_avg", "*param")]
 
 
-def test_optimizer_states_in_files(ranks2, tmp_path):
+@pytest.mark.parametrize("weights", [False, True])
+def test_optimizer_states_and_weights_in_files(ranks2, tmp_path, weights):
     """The same bits as on the host."""
-    (want, none), _ = ranks2(with_files, str(tmp_path), "cpu")
-    for got, files in ranks2(with_files, str(tmp_path), "nvme"):
-        assert (none, files) == (0, 2)
+    (want, none), _ = ranks2(with_files, str(tmp_path), "cpu", weights)
+    for got, files in ranks2(with_files, str(tmp_path), "nvme", weights):
+        assert (none, files) == ([0, 0], [2, 2 * weights])
         assert set(errors(got, want).values()) == {0.0}
 
 
@@ -444,7 +448,7 @@ def test_a_resume_from_files_is_refused():
     files = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "."}}}
     plugin = SimpleNamespace(deepspeed_config=files)
     trainer = SimpleNamespace(accelerator=SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin)))
-    says = "resume_from_checkpoint with offload_optimizer on nvme: DeepSpeed would begin .* moments"
+    says = "resume_from_checkpoint with states or weights on nvme: DeepSpeed would begin .* moments"
     check_refused(says, check_resume, trainer, "checkpoint-7")
     check_resume(trainer, None)
     plugin.deepspeed_config = {}

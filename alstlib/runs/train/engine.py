@@ -12,7 +12,7 @@ from alstlib.base.config import RunConfig
 from alstlib.base.mesh import ATTACHED
 from alstlib.hf.loading import UnplacedModel, place
 from alstlib.hf.support import check_shared
-from alstlib.hf.zero_config import check_files, engine_config
+from alstlib.hf.zero_config import check_files, engine_config, sizes_of
 from alstlib.runs.train import operators
 
 
@@ -27,8 +27,7 @@ def initialize(
 
     operators.leave_out()
     told(f"starting DeepSpeed, ZeRO {run.engine.zero_stage}")
-    parameters = sum(p.numel() for p in model.parameters())
-    config, scheduler = engine_config(run, parameters, bf16), None
+    config, scheduler = engine_config(run, sizes_of(model), bf16), None
     if run.optim.warmup_steps:  # not DeepSpeed's WarmupLR, whose first two steps have a rate of 0
 
         def scheduler(adam: Any) -> Any:
@@ -97,8 +96,8 @@ def on_disk(zero: Any, group: int) -> bool:
 
 
 def host_tensors(engine: Any, run: RunConfig) -> Iterator[Tensor]:
-    """What the engine keeps on the host: master weights, optimizer state and gradients under `offload_optimizer` (of
-    those on a disk, buffers), the weights' shards under `offload_params`. On a CPU these must be told apart from what a
+    """What the engine keeps on the host: master weights, optimizer state and gradients under `offload_optimizer`, the
+    weights' shards under `offload_params`; of what is on a disk, buffers. On a CPU these must be told apart from what a
     device would hold."""
     zero = engine.optimizer
     if run.engine.offload_optimizer and run.engine.zero_stage > 0:
@@ -116,5 +115,7 @@ def host_tensors(engine: Any, run: RunConfig) -> Iterator[Tensor]:
         ):  # fmt: skip
             held = getattr(zero, name, None)
             yield from (t for t in (held if isinstance(held, list | tuple) else [held]) if isinstance(t, Tensor))
+    if run.engine.offload_params == "nvme":
+        yield next(engine.module.parameters()).nvme_swapper.buffers
     if run.engine.offload_params:
         yield from (p.ds_tensor for p in engine.module.parameters() if hasattr(p, "ds_tensor"))

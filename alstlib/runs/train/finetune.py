@@ -44,7 +44,7 @@ from alstlib.data.samples import SHOWN, Account, tokenize_row
 from alstlib.hf.loading import load_on_first, place
 from alstlib.hf.models import auto_class, load_model, mfu, put_liger
 from alstlib.hf.vision import image_layout, why_no_images
-from alstlib.hf.zero_config import check_files, engine_config
+from alstlib.hf.zero_config import check_files, engine_config, sizes_of
 from alstlib.planner.measure.ledger import Ledger
 from alstlib.runs import locks, results
 from alstlib.runs.progress import Pace
@@ -243,8 +243,7 @@ class FineTune(Training, TrainerCallback):
         zero = self.engine.startswith("zero")
         if zero:
             operators.leave_out()
-        parameters = sum(p.numel() for p in unplaced.model.parameters())
-        deepspeed = engine_config(self.with_files() if zero else run, parameters, self.bf16)
+        deepspeed = engine_config(self.with_files() if zero else run, sizes_of(unplaced.model), self.bf16)
         check_files(deepspeed if zero else {})
         place(unplaced, deepspeed if zero else {"zero_optimization": {"stage": 0}})
         own = {} if self.images is None else {"packing": False, "remove_unused_columns": False}
