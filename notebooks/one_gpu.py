@@ -1,8 +1,8 @@
 """The claims of one_gpu.ipynb: a million tokens on one GPU, with a disk under the host.
 
 A claim is a command of `alst plan`. `smaller` makes a run of it that is smaller by known factors, and `measured` trains
-that run on this machine. `python notebooks/one_gpu.py` plans the claims, in minutes:
-papermill_runs/results/planner/one_gpu.json.
+that run on this machine. `python notebooks/one_gpu.py` plans the claims, and simulates a whole step of each (a quarter
+of an hour of processor time): papermill_runs/results/planner/one_gpu.json.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from alstlib.hf.public_models import PUBLIC
 from alstlib.planner.command import add_arguments, read
 from alstlib.planner.machine import machine_of
 from alstlib.planner.measure.ledger import Ledger
-from alstlib.planner.measure.simulate import shard_of, whole_model
+from alstlib.planner.measure.simulate import shard_of, simulate, whole_model
 from alstlib.planner.preflight import as_metrics, foretell
 from alstlib.planner.question import Question
 from alstlib.runs.train.engine import host_tensors, initialize, take_step
@@ -55,6 +55,14 @@ def asked(command: str) -> tuple[Question, int]:
     add_arguments(parser)
     request = read(parser.parse_args(shlex.split(command)[2:]))
     return request.question(request.rates[0], 1), request.seq_len or 0
+
+
+def simulated(command: str) -> dict[str, int]:
+    """What a whole step of a claim takes besides its states, at its length and with all layers: the peak on the device,
+    and all that is kept on the host or a disk."""
+    question, length = asked(command)
+    found = simulate(question.run.replace(data={"seq_len": length}), ranks=1)
+    return {"device": found.device_peak, "kept": found.host_peak}
 
 
 def smaller(claim: Mapping[str, Any], folder: str, tokens: int, divisor: int) -> RunConfig:
@@ -144,11 +152,11 @@ def length_here(claim: Mapping[str, Any], folder: str, seconds: float = 60) -> t
 
 
 def main() -> None:
-    made: dict[str, Any] = {"mode": "predicted", "made_by": "python notebooks/one_gpu.py", "claims": {}}
+    made: dict[str, Any] = {"mode": "predicted, and simulated", "made_by": "python notebooks/one_gpu.py", "claims": {}}
     for name, command in CLAIMS.items():
         question, tokens = asked(command)
         found = question.at(tokens)
-        made["claims"][name] = {"command": command, "plan": found.to_dict()}
+        made["claims"][name] = {"command": command, "plan": found.to_dict(), "simulated": simulated(command)}
         print(name, found.device_peak, found.host_peak, found.activations.disk, flush=True)
     FILE.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
 

@@ -391,6 +391,7 @@ REFUSED = [
         lambda: mixing(type("Mamba2Mixer", (nn.Module,), {})()),
         r"mlp.mixer \(Mamba2Mixer\) mixes tokens in another way than attention",
     ),
+    (lambda: mixing(nn.BatchNorm1d(32)), r"mlp.mixer \(BatchNorm1d\) mixes tokens in another way"),
     (without_its_window, "layer 0 .* may slide by config.sliding_window=7, but"),
 ]
 OF_CONFIGS = yaml.safe_load(r"""
