@@ -18,7 +18,8 @@ from torch import nn
 from alstlib.base.config import Model, RunConfig
 from alstlib.hf.models import share_of_token, windows_of
 from alstlib.hf.support import check_model
-from alstlib.linear.adapters import mixers_of
+from alstlib.linear.adapters import adapter_of, mixers_of
+from alstlib.linear.ways import StateLayer
 from alstlib.planner.fits import KERNEL, REFERENCE, StepQuestion, part_of
 from alstlib.planner.measure.deep import PROBE, Deep
 from alstlib.planner.measure.scope import ATTENTION, STATES, category
@@ -147,12 +148,15 @@ def count(name: str, overrides: Mapping[str, Any], trust: bool, images: bool) ->
 
 
 def _recurrence(run: RunConfig, layers: Sequence[Sequence[nn.Module]]) -> dict[str, Any] | None:
-    """The fields of a `Recurrence`, from the mixers of the layers that have some, and from a step of two ranks."""
+    """The fields of a `Recurrence`, from the mixers of the layers that have some, and from a step of two ranks where
+    one has heads."""
     if not layers:
         return None
     convolutions = [m for mixer in layers[0] for m in mixer.modules() if isinstance(m, nn.Conv1d)]
-    deep = Deep(run, 2)
-    met = deep.shallow(deep.chosen, 2 * PROBE).recurrences
+    met: tuple[StateLayer, ...] = ()
+    if any(adapter.heads for mixers in layers for adapter in map(adapter_of, mixers) if adapter):
+        deep = Deep(run, 2)
+        met = deep.shallow(deep.chosen, 2 * PROBE).recurrences
     return {
         "layers": len(layers),
         "tail": sum(m.in_channels * (m.kernel_size[0] - 1) for m in convolutions),
