@@ -9,7 +9,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ def answer(what: str, asked: Mapping[str, Any]) -> dict[str, Any]:
     if what == "tower":
         question, size = StepQuestion.from_dict(asked["question"]), asked["size"]
         return tower(question.run, question.device, size and tuple(size))
-    return span(json.dumps(asked["question"], sort_keys=True), asked["tokens"])
+    return span(StepQuestion.from_dict(asked["question"]), asked["tokens"])
 
 
 @functools.lru_cache(maxsize=4)
@@ -44,6 +44,15 @@ def _deep(question: str) -> Deep:
     """A search asks about many lengths of one model, which is built once for all of them."""
     asked = StepQuestion.from_dict(json.loads(question))
     return stack_of(asked.preset)(asked.run, asked.ranks, asked.device, asked.capability, asked.images)
+
+
+def _deep_of(question: StepQuestion) -> Deep:
+    """What simulates it: with kept outputs of attention and without, the layers and the tiles are the same."""
+    save = {"save_attention": question.run.options.save_attention}
+    either = replace(question, run=question.run.replace(options={"save_attention": False}))
+    deep = _deep(json.dumps(either.to_dict(), sort_keys=True))
+    deep.run = deep.run.replace(options=save)
+    return deep
 
 
 def stack_of(preset: str) -> type[Deep]:
@@ -64,10 +73,10 @@ def stack_of(preset: str) -> type[Deep]:
     return importlib.import_module(REFERENCE.stem).ReferenceStack
 
 
-def span(question: str, tokens: int) -> dict[str, Any]:
+def span(question: StepQuestion, tokens: int) -> dict[str, Any]:
     """The moments of steps with about so many tokens on a rank: `from` and `to` tokens, for which the lines hold
     (`Deep.lengths`)."""
-    deep = _deep(question)
+    deep = _deep_of(question)
     lengths, low, high = deep.lengths(tokens)
     with watched("lengths", lengths) as each:
         found = [deep.at(tokens * deep.ranks) for tokens in each]
