@@ -103,6 +103,8 @@ class Adapter:
     """What notes call it."""
     recurrence = ""
     """Its recurrence; none for a convolution alone."""
+    heads = True
+    """Whether its recurrence has heads, which are noted in `Handle.recurrences`."""
 
     @classmethod
     def knows(cls, mixer: nn.Module, calls: set[str]) -> bool:

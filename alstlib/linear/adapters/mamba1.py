@@ -77,7 +77,7 @@ class SelectiveScan(StateRule):
 
 
 class Mamba1(Adapter):
-    family, recurrence = "Mamba-1", "mamba_selective_scan"
+    family, recurrence, heads = "Mamba-1", "mamba_selective_scan", False
 
     @staticmethod
     def mix(

@@ -6,4 +6,4 @@ from alstlib.linear.adapter import Adapter
 
 
 class ShortConv(Adapter):
-    family = "short convolution"
+    family, heads = "short convolution", False

@@ -9,7 +9,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from torch import nn
 from alstlib.base.config import Model, RunConfig
 from alstlib.hf.models import share_of_token, windows_of
 from alstlib.hf.support import check_model
-from alstlib.linear.adapters import mixers_of
+from alstlib.linear.adapters import adapter_of, mixers_of
+from alstlib.linear.ways import StateLayer
 from alstlib.planner.fits import KERNEL, REFERENCE, StepQuestion, part_of
 from alstlib.planner.measure.deep import PROBE, Deep
 from alstlib.planner.measure.scope import ATTENTION, STATES, category
@@ -35,7 +36,7 @@ def answer(what: str, asked: Mapping[str, Any]) -> dict[str, Any]:
     if what == "tower":
         question, size = StepQuestion.from_dict(asked["question"]), asked["size"]
         return tower(question.run, question.device, size and tuple(size))
-    return span(json.dumps(asked["question"], sort_keys=True), asked["tokens"])
+    return span(StepQuestion.from_dict(asked["question"]), asked["tokens"])
 
 
 @functools.lru_cache(maxsize=4)
@@ -43,6 +44,15 @@ def _deep(question: str) -> Deep:
     """A search asks about many lengths of one model, which is built once for all of them."""
     asked = StepQuestion.from_dict(json.loads(question))
     return stack_of(asked.preset)(asked.run, asked.ranks, asked.device, asked.capability, asked.images)
+
+
+def _deep_of(question: StepQuestion) -> Deep:
+    """What simulates it: with kept outputs of attention and without, the layers and the tiles are the same."""
+    save = {"save_attention": question.run.options.save_attention}
+    either = replace(question, run=question.run.replace(options={"save_attention": False}))
+    deep = _deep(json.dumps(either.to_dict(), sort_keys=True))
+    deep.run = deep.run.replace(options=save)
+    return deep
 
 
 def stack_of(preset: str) -> type[Deep]:
@@ -63,10 +73,10 @@ def stack_of(preset: str) -> type[Deep]:
     return importlib.import_module(REFERENCE.stem).ReferenceStack
 
 
-def span(question: str, tokens: int) -> dict[str, Any]:
+def span(question: StepQuestion, tokens: int) -> dict[str, Any]:
     """The moments of steps with about so many tokens on a rank: `from` and `to` tokens, for which the lines hold
     (`Deep.lengths`)."""
-    deep = _deep(question)
+    deep = _deep_of(question)
     lengths, low, high = deep.lengths(tokens)
     with watched("lengths", lengths) as each:
         found = [deep.at(tokens * deep.ranks) for tokens in each]
@@ -147,12 +157,15 @@ def count(name: str, overrides: Mapping[str, Any], trust: bool, images: bool) ->
 
 
 def _recurrence(run: RunConfig, layers: Sequence[Sequence[nn.Module]]) -> dict[str, Any] | None:
-    """The fields of a `Recurrence`, from the mixers of the layers that have some, and from a step of two ranks."""
+    """The fields of a `Recurrence`, from the mixers of the layers that have some, and from a step of two ranks where
+    one has heads."""
     if not layers:
         return None
     convolutions = [m for mixer in layers[0] for m in mixer.modules() if isinstance(m, nn.Conv1d)]
-    deep = Deep(run, 2)
-    met = deep.shallow(deep.chosen, 2 * PROBE).recurrences
+    met: tuple[StateLayer, ...] = ()
+    if any(adapter.heads for mixers in layers for adapter in map(adapter_of, mixers) if adapter):
+        deep = Deep(run, 2)
+        met = deep.shallow(deep.chosen, 2 * PROBE).recurrences
     return {
         "layers": len(layers),
         "tail": sum(m.in_channels * (m.kernel_size[0] - 1) for m in convolutions),
