@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from alstlib.base.config import RunConfig
-from alstlib.base.mesh import SPContext, accelerator, gather_json
+from alstlib.base.mesh import SPContext, accelerator, from_all
 from alstlib.data.agreement import Agreement
 from alstlib.hf.models import has_random_weights, load_model
 
@@ -80,7 +80,7 @@ def load_on_first(
     tensors = [*model.named_parameters(), *model.named_buffers()]
     told = {name: [list(t.shape), str(t.dtype).partition(".")[2]] for name, t in tensors}
     waiting = {name: p.data for name, p in model.named_parameters()} if first else {}
-    _hollow(model, gather_json(told, device)[0], device)
+    _hollow(model, from_all(told)[0], device)
     return UnplacedModel(model, waiting, device)
 
 

@@ -19,10 +19,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from alstlib.base.mesh import from_all
 from alstlib.base.recompute import own_random
 from alstlib.base.units import IGNORE
 from alstlib.hf.token_logps import TokenLogps, token_logps
@@ -128,10 +128,8 @@ class GRPOTrainerMixin(LogpsMixin):
     def _of_group(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
         """Tensors [n, ...] of this rank as those [sp * n, ...] of the ranks of its group, in their order: prompts are
         padded on the left and all else on the right. Numbers stay."""
-        parts: list[Any] = [{name: t.cpu() for name, t in own.items()}]
-        if self.ctx.sp > 1:
-            parts, (mine,) = [None] * self.ctx.sp, parts
-            dist.all_gather_object(parts, mine, group=self.ctx.sp_group)
+        mine = {name: t.cpu() for name, t in own.items()}
+        parts = [mine] if self.ctx.sp == 1 else from_all(mine, self.ctx.sp_group)
         me: Any = self
         pad = me._tokenizer.pad_token_id
         fills = {"prompt_ids": pad, "completion_ids": pad, "tool_mask": 1}

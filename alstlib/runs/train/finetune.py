@@ -34,7 +34,7 @@ from trl import SFTConfig, SFTTrainer
 
 import alstlib
 from alstlib.base.config import RunConfig
-from alstlib.base.mesh import SPContext
+from alstlib.base.mesh import SPContext, from_all
 from alstlib.base.options import check_names
 from alstlib.base.units import IGNORE
 from alstlib.data.agreement import Agreement
@@ -132,7 +132,7 @@ class FineTune(Training, TrainerCallback):
         data, others = self._documents()
         # of data that are tokens only the padding token is needed
         self.tokenizer = self.tokenizer or get_tokenizer("stdlib-bpe", vocab_size=min(self.vocabulary, 8192))
-        self.checkpoint, notes = of_first(None if self.rank else self._last_checkpoint(), self.device)
+        self.checkpoint, notes = of_first(None if self.rank else self._last_checkpoint())
         self.notes += notes
         self.trainer = self._trainer(data, others)
         self.trainer.add_callback(self)
@@ -223,7 +223,7 @@ class FineTune(Training, TrainerCallback):
                 if account.trains(document):
                     mine.append((number, len(document.ids)))
                 pace(number + 1)
-        told = self.gather([mine, account.useless])
+        told = from_all([mine, account.useless])
         read, useless = (sorted(map(tuple, itertools.chain(*parts))) for parts in zip(*told))
         account.rows, account.useless = rows, useless
         long = [f"row {number + 1}, of {size:,} tokens" for number, size in read if size > limit]
@@ -364,7 +364,7 @@ class FineTune(Training, TrainerCallback):
             control.should_evaluate = control.should_evaluate or self.run.data.eval is not None
         elif self.run.output.checkpoint_every:
             needs = 1.2 * max(self.seconds[-10:]) + 2 * self.saving + 1
-            self.ending = ending(self.out, needs, self.device)
+            self.ending = ending(self.out, needs)
             if self.ending:
                 control.should_save = control.should_training_stop = True
         if not control.should_log:
