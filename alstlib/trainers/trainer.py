@@ -42,6 +42,7 @@ from alstlib.data.shard import KEYS, SLICED, Batch, documents_of
 from alstlib.hf.attach import apply
 from alstlib.hf.causal_lm_loss import causal_lm_loss
 from alstlib.hf.handle import Handle
+from alstlib.hf.inputs import PACKED
 from alstlib.hf.models import flop_dimensions, flos, mfu
 from alstlib.hf.token_logps import OverRanks
 from alstlib.hf.vision import never_trained
@@ -64,9 +65,6 @@ else:
     Base = object
 
 log = logging.getLogger(__name__)
-
-REDUNDANT = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""What collators say about documents a second time, beside position_ids that start again."""
 
 
 class TrainerMixin(Base):
@@ -250,10 +248,10 @@ class TrainerMixin(Base):
         model, model_config = type(plain), plain.config.get_text_config()
         known = (*TransformersKwargs.__annotations__, "shift_labels")  # what attention and loss find among all else
         keys = (*KEYS, *(IMAGE_KEYS if self._images else ()))
-        takes = {*keys, *REDUNDANT, *known, *inspect.signature(model.forward).parameters}
+        takes = {*keys, *PACKED, *known, *inspect.signature(model.forward).parameters}
         if dropped := [name for name in batch if name not in takes]:
             _say_once(f"{model.__name__} does not take {', '.join(dropped)} of the batch: left out of the inputs")
-        more = takes.difference(keys, REDUNDANT)
+        more = takes.difference(keys, PACKED)
         if lost := [name for name, value in batch.items() if name in more and value is not None]:
             raise ValueError(
                 f"{model.__name__} would read {', '.join(lost)} of the batch, but ranks that share a sample only read "
@@ -263,7 +261,7 @@ class TrainerMixin(Base):
             for text in advice(model_config, batch):
                 self._advised = True
                 log.warning(text)
-        twice = REDUNDANT if batch.get("position_ids") is not None else ()
+        twice = PACKED if batch.get("position_ids") is not None else ()  # documents, said a second time
         return {name: value for name, value in batch.items() if name in takes and name not in twice}
 
     def _items(self, inputs: Mapping[str, Any]) -> Any:
