@@ -308,7 +308,7 @@ class TrainerMixin(Base):
             if names:
                 names += getattr(model, "_ddp_params_and_buffers_to_ignore", [])
                 DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
-        self.handle.prompts_are_whole()  # no slice ever reaches a callback that generates
+        self.handle.generates = True  # no slice ever reaches a callback that generates
 
     def detach(self) -> nn.Module:
         """Return the model as it was before training: taken out of the engine, with nothing attached."""
