@@ -351,8 +351,7 @@ class RunConfig(Settings):
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-_HINTS = typing.get_type_hints(RunConfig, include_extras=True)
-GROUPS = {name: group for name in RunConfig.model_fields if (group := group_of(_HINTS[name]))}
+GROUPS = {name: group for name, field in RunConfig.model_fields.items() if (group := group_of(field.annotation))}
 """Fields of a run that have fields of their own, and their classes."""
 FIELDS = tuple(
     dotted

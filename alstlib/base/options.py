@@ -16,7 +16,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    StrictBool,
+    ValidationError,
+    model_validator,
+)
 
 from alstlib.base.units import parse_quantity
 
@@ -84,6 +93,7 @@ Share = Annotated[_Number, Field(gt=0, lt=1), Works("a share between 0 and 1, su
 Texts = Annotated[
     tuple[str, ...],
     BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
+    PlainSerializer(list),
     Works("a list of texts"),
 ]
 Fields = Annotated[dict[str, Any], Works("a mapping of names to values")]
@@ -164,17 +174,11 @@ class Settings(BaseModel):
 
     def to_dict(self) -> dict[str, Any]:
         """Its fields as JSON and YAML have them: mappings, lists, numbers and texts."""
-        return {name: plain_value(getattr(self, name)) for name in type(self).model_fields}
+        return self.model_dump()
 
     def replace(self, **changes: Any) -> Self:
         """The settings with other values in some fields."""
-        return type(self)(**{**{name: getattr(self, name) for name in type(self).model_fields}, **changes})
-
-
-def plain_value(value: Any) -> Any:
-    if isinstance(value, Settings):
-        return value.to_dict()
-    return list(value) if isinstance(value, tuple) else value
+        return type(self)(**{**dict(self), **changes})
 
 
 # Options
