@@ -256,9 +256,5 @@ class AblationRun(Training):
         save_model(self.handle, folder, self.tokenizer, Pace(self.say, "saving the model: gathering weights", 1.0))
 
 
-def main() -> None:
-    run_worker(__doc__, AblationRun)
-
-
 if __name__ == "__main__":
-    main()
+    run_worker(__doc__, AblationRun)

@@ -363,8 +363,7 @@ class FineTune(Training, TrainerCallback):
         if state.global_step >= state.max_steps:
             control.should_evaluate = control.should_evaluate or self.run.data.eval is not None
         elif self.run.output.checkpoint_every:
-            needs = 1.2 * max(self.seconds[-10:]) + 2 * self.saving + 1
-            self.ending = ending(self.out, needs)
+            self.ending = ending(self.out, max(self.seconds[-10:]), self.saving)
             if self.ending:
                 control.should_save = control.should_training_stop = True
         if not control.should_log:
@@ -398,9 +397,5 @@ class FineTune(Training, TrainerCallback):
         )  # fmt: skip
 
 
-def main() -> None:
-    run_worker(__doc__, FineTune)
-
-
 if __name__ == "__main__":
-    main()
+    run_worker(__doc__, FineTune)

@@ -38,10 +38,10 @@ def seconds_to_save(model: Any) -> float:
     return 12 * count(model.parameters()) / SLOW_DISK
 
 
-def ending(out: Path, seconds: float) -> type[Exception] | None:
-    """Exception to raise because a step of so many seconds, with what follows it, may not begin; the same on every
-    rank."""
-    late, warned = of_first([seconds_left() < seconds, (out / WARNED).exists()])
+def ending(out: Path, step: float, saving: float) -> type[Exception] | None:
+    """Exception to raise because a step may not begin that takes so many seconds, and its state so many to save; the
+    same on every rank."""
+    late, warned = of_first([seconds_left() < 1.2 * step + 2 * saving + 1, (out / WARNED).exists()])
     return Warned if warned else Timeout if late else None
 
 

@@ -78,7 +78,7 @@ class RunStates:
             return
         last, ends = step == self.run.optim.steps, None
         if not last:
-            ends = ending(self.out, 1.2 * seconds + 2 * self.seconds + 1)
+            ends = ending(self.out, seconds, self.seconds)
         if ends or step % every == 0:
             self.save(step, loader.state_dict(), history)
         if ends or last:
