@@ -17,6 +17,7 @@ value of.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -80,7 +81,7 @@ def format_of(row: Mapping[str, Any]) -> str:
     column that must be there; '' for none."""
     full = (kind for kind, columns in FORMATS.items() if row.get(columns[0]))
     part = (k for k, columns in FORMATS.items() if any(row.get(n) is not None for n in WHOLE.get(k, columns[:1])))
-    return next((kind for kinds in (full, part) for kind in kinds), "")
+    return next(itertools.chain(full, part), "")
 
 
 class Example(NamedTuple):
