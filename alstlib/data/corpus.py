@@ -29,15 +29,13 @@ _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", 
 _TRAIN_CHARACTERS = 2_000_000  # of text, on which a tokenizer is trained in about a second
 
 
-def load_corpus(name: str, *, split: str = "train") -> Any:
+def load_corpus(name: str) -> Any:
     """A corpus as a `datasets.Dataset` with canonical columns.
 
     Args:
         name: "stdlib" (source files of the running Python's standard library without its tests, sorted, one document a
             file); a local file or folder of .txt, .md, .py (one document a file), .jsonl, .json or .parquet; a hub
-            name, optionally "name:config". A local path wins if it exists.
-        split: as `datasets` takes it, slices such as "train[:1%]" included; files of text and JSON lines have "train"
-            only.
+            name, optionally "name:config", of which the split "train" is read. A local path wins if it exists.
 
     Returns: columns `text`, `input_ids`, `messages`, ...: those of the formats that `formats` knows.
 
@@ -49,8 +47,6 @@ def load_corpus(name: str, *, split: str = "train") -> Any:
     path = Path(name).expanduser()
     kind, files = local_files(path) if path.exists() else ("text", _library_files()) if name == "stdlib" else ("", [])
     if kind in ("text", "jsonl"):
-        if split != "train":
-            raise ValueError(f"split='{split}': files of text and of JSON lines have one split only, 'train'")
         return _texts(name, files) if kind == "text" else canonical_columns(_by_lines(files))
     if files:
         source, options = [kind], {"data_files": [glob.escape(str(file)) for file in files]}
@@ -59,10 +55,10 @@ def load_corpus(name: str, *, split: str = "train") -> Any:
     else:  # the name of a dataset on the hub, and perhaps of one of its configurations
         source, options = name.split(":", 1), {}
     try:
-        corpus = datasets.load_dataset(*source, split=split, **options)
+        corpus = datasets.load_dataset(*source, split="train", **options)
     except Exception as error:  # every builder raises its own kinds
         cause = f"{error}" + (f" ({error.__cause__})" if error.__cause__ else "")
-        raise ValueError(f"data='{name}' (split '{split}') cannot be read: {cause}") from error
+        raise ValueError(f"data='{name}' cannot be read: {cause}") from error
     return canonical_columns(corpus)
 
 
