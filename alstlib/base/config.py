@@ -25,6 +25,7 @@ from alstlib.base.options import (
     Fields,
     FlagOrAuto,
     FlagOrNvme,
+    Json,
     Name,
     Natural,
     Options,
@@ -361,7 +362,7 @@ FIELDS = tuple(
 """Names of all fields of a run, with their group: `data.seq_len`."""
 
 
-def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> Json:
     """Fields of a run with changes in them, as `RunConfig.replace` describes; nothing is checked."""
     made = dict(base)
     for name, value in changes.items():
@@ -390,22 +391,22 @@ def value_of(run: RunConfig, name: str) -> Any:
     return getattr(getattr(run, group), inside, None) if inside else getattr(run, group)
 
 
-def flat(fields: Mapping[str, Any]) -> dict[str, Any]:
+def flat(fields: Mapping[str, Any]) -> Json:
     """Fields in groups, as `RunConfig.to_dict` has them, by their names with the group: `data.seq_len`."""
-    made: dict[str, Any] = {}
+    made: Json = {}
     for name, value in fields.items():
         grouped = name in GROUPS and isinstance(value, Mapping)
         made |= {f"{name}.{inside}": own for inside, own in value.items()} if grouped else {name: value}
     return made
 
 
-def not_default(run: RunConfig) -> dict[str, Any]:
+def not_default(run: RunConfig) -> Json:
     """The fields of a run that are not the default, by their names with the group. `merged({}, ...)` groups them."""
     default = flat(RunConfig().to_dict())
     return {name: value for name, value in flat(run.to_dict()).items() if default.get(name, ...) != value}
 
 
-ROWS: dict[str, dict[str, Any]] = {
+ROWS: dict[str, Json] = {
     "baseline": {},
     "tiled_loss": {"options": {"tiles": {"loss": True}}},
     "ulysses": {"options": {"tiles": {"loss": True}}, "engine": {"sp": 0}},
@@ -421,7 +422,7 @@ included. Each turns on its features, and everything else is off. `sp=0` is the 
 synchronously and keeps no attention outputs; so do its six rows here. `row_config("ours")` without its chunk runs whole
 layers, which is faster where they fit."""
 
-PAPER_ROWS: dict[str, dict[str, Any]] = {
+PAPER_ROWS: dict[str, Json] = {
     "baseline": {"seq_len": 32_000, "step_seconds": 17, "tflops": 231.6},
     "tiled_loss": {"seq_len": 160_000, "step_seconds": 123, "tflops": 514.4},
     "ulysses": {"seq_len": 1_100_000, "step_seconds": 564, "tflops": 576.1},

@@ -29,6 +29,9 @@ from pydantic import (
 
 from alstlib.base.units import parse_quantity
 
+Json = dict[str, Any]
+"""A JSON object: settings, a model's config, a result, or a row of a table."""
+
 
 def check_names(
     given: Iterable[str], known: Iterable[str], what: str, elsewhere: Mapping[str, str] | None = None
@@ -172,7 +175,7 @@ class Settings(BaseModel):
         """Names that are taken for fields of it, and what to write instead."""
         return {}
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Its fields as JSON and YAML have them: mappings, lists, numbers and texts."""
         return self.model_dump()
 

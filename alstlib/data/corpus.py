@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from alstlib.base.config import nearest_path
+from alstlib.base.options import Json
 from alstlib.data.formats import IMAGES, canonical_columns, plain_text
 
 logger = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ def _texts(name: str, files: Sequence[Path]) -> Any:
     return datasets.Dataset.from_dict({"text": texts})
 
 
-def _objects(files: Iterable[str]) -> Iterator[dict[str, Any]]:
+def _objects(files: Iterable[str]) -> Iterator[Json]:
     """The objects of .jsonl files, one in each line that is not blank."""
     for file in files:
         for number, line in enumerate(_lines(Path(file)), 1):

@@ -21,6 +21,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from alstlib.base.options import Json
+
 Messages = Sequence[Mapping[str, Any]]
 
 FORMATS = {
@@ -129,7 +131,7 @@ def _text(row: Mapping[str, Any], name: str) -> str:
     return value or ""
 
 
-def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+def _message(message: Mapping[str, Any]) -> Json:
     """A message without its empty fields, ShareGPT's names turned into `role` and `content`."""
     found = {key: value for key, value in message.items() if value is not None} if isinstance(message, Mapping) else {}
     if "role" not in found and found.get("from") in SPEAKERS:

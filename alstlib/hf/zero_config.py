@@ -10,7 +10,7 @@ import torch
 
 from alstlib.base.config import FIELDS, WEIGHTS_ON_DISK, RunConfig
 from alstlib.base.mesh import accelerator, own_device
-from alstlib.base.options import check_names
+from alstlib.base.options import Json, check_names
 from alstlib.base.sizing import zero_bucket
 
 ON_DISK = 100_000_000
@@ -73,7 +73,7 @@ def check_files(config: Mapping[str, Any]) -> None:
         )
 
 
-def engine_config(run: RunConfig, parameters: int, bf16: bool) -> dict[str, Any]:
+def engine_config(run: RunConfig, parameters: int, bf16: bool) -> Json:
     """DeepSpeed's configuration for a run.
 
     Buckets are sized on purpose (`sizing.zero_bucket`): DeepSpeed's default is a buffer of 1 to 2 GB on every
@@ -81,7 +81,7 @@ def engine_config(run: RunConfig, parameters: int, bf16: bool) -> dict[str, Any]
     (`causal_lm_loss`).
     """
     bucket = zero_bucket(parameters)
-    zero: dict[str, Any] = {
+    zero: Json = {
         "stage": run.engine.zero_stage,
         "reduce_bucket_size": bucket,
         "contiguous_gradients": True,

@@ -34,7 +34,7 @@ from torch.utils.data import RandomSampler
 from transformers.utils import TransformersKwargs
 
 from alstlib.base.mesh import SPContext
-from alstlib.base.options import Options
+from alstlib.base.options import Json, Options
 from alstlib.base.units import IGNORE
 from alstlib.data.agreement import share_step
 from alstlib.data.images import IMAGE_KEYS, ImageLayout
@@ -112,7 +112,7 @@ class TrainerMixin(Base):
         """The model's FLOPs of the steps so far: of the samples of this rank's group, without padding and recompute
         (`models.flos`); 0 of a model that reads images."""
         self._flops_logged = 0.0
-        self._dimensions: dict[str, Any] = {}
+        self._dimensions: Json = {}
 
     # ----- the mesh
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from alstlib.base.config import RunConfig
 from alstlib.base.mesh import accelerator, from_all
+from alstlib.base.options import Json
 from alstlib.base.sizing import cores, host_free
 from alstlib.kernels.attention import attention_backward, attention_forward
 from alstlib.kernels.backends import choose_backend
@@ -94,7 +95,7 @@ class MeasureRates(Job):
             found.append(time.perf_counter() - began)
         return statistics.median(found[1:])
 
-    def __call__(self) -> dict[str, Any]:
+    def __call__(self) -> Json:
         began = time.monotonic()
         rates: dict[str, list[float]] = {}
         for i, measure in enumerate((self.matmul, self.attention, self.copies, self.adam, self.disk, self.collectives)):
