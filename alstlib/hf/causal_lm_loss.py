@@ -18,6 +18,7 @@ from torch import Tensor
 from alstlib.base.mesh import SPContext
 from alstlib.base.units import IGNORE
 from alstlib.data.images import DEALT
+from alstlib.data.shard import Batch
 from alstlib.hf.inputs import PACKED, STATE, agree, check_number, handle_of, read_call
 from alstlib.hf.pass_state import Objective, PassState
 from alstlib.tiled.logits import Statistics
@@ -112,7 +113,7 @@ KNOWN = (*FIELDS, *CHECKED, "step_tokens", "seen_tokens", "accumulation", "label
 """Fields of a batch. Labels are not looked at, because shift_labels are the same labels."""
 
 
-def fields_of(batch: Mapping[str, Any]) -> dict[str, Any]:
+def fields_of(batch: Mapping[str, Any]) -> Batch:
     """The fields of a batch that an attached model is given."""
     return {name: batch[name] for name in (*FIELDS, *CHECKED) if batch.get(name) is not None}
 

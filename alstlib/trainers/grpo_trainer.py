@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from alstlib.base.mesh import from_all
 from alstlib.base.recompute import own_random
 from alstlib.base.units import IGNORE
+from alstlib.data.shard import Batch
 from alstlib.hf.token_logps import TokenLogps, token_logps
 from alstlib.trainers.logps_trainer import LogpsMixin, whole_samples
 from alstlib.trainers.trainer import TrainerMixin
@@ -84,7 +85,7 @@ class GRPOTrainerMixin(LogpsMixin):
         base: Any = super(TrainerMixin, self)
         return base.get_batch_samples(*args, **kwargs)
 
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(self, model: nn.Module, inputs: Batch, *args: Any, **kwargs: Any) -> Any:
         base: Any = super(TrainerMixin, self)
         with self._replicas_once():
             if self.trees is None:

@@ -226,7 +226,7 @@ class TrainerMixin(Base):
     def _share(self, batches: Iterable[Any]) -> list[Any]:
         lengths: list[int] = []
 
-        def rows() -> Iterator[dict[str, Any]]:
+        def rows() -> Iterator[Batch]:
             for batch in batches:
                 yield (read := self._known(batch))
                 lengths.append(len(read["input_ids"][0]))
@@ -242,7 +242,7 @@ class TrainerMixin(Base):
     def _images(self) -> ImageLayout | None:
         return None if self.handle is None else self.handle.images
 
-    def _known(self, batch: Any) -> dict[str, Any]:
+    def _known(self, batch: Any) -> Batch:
         """A collator's batch without what says the same twice, and without what the model's forward does not take."""
         plain = without_adapters(self.model)
         model, model_config = type(plain), plain.config.get_text_config()
@@ -320,7 +320,7 @@ class TrainerMixin(Base):
     # ----- the loss
 
     def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+        self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:  # fmt: skip
         loss = self._loss(model, inputs, num_items_in_batch)
         return (loss, {"loss": loss}) if return_outputs else loss
@@ -395,7 +395,7 @@ class TrainerMixin(Base):
         return recursively_apply(gather, data)
 
     def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+        self, model: nn.Module, inputs: Batch, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Loss of a replica's batch (the mean over its valid tokens), and if asked for its logits [B, S, V], or what
         `preprocess_logits_for_metrics` makes of them, tile by tile: that must work token by token."""
