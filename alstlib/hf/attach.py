@@ -181,9 +181,8 @@ def _attach_head(handle: Handle) -> None:
     tiled.register_forward_hook(shrink)
     tiled.unshrink = 1.0 / (factor * transform.scale)
     handle.swap(head, tiled)
-    asked = handle.options.tile("norm")
     for norm in [m for m in outside_layers(handle) if is_norm(m)]:
-        handle.swap(norm, TiledNorm(norm, None if isinstance(asked, bool) else asked))
+        handle.swap(norm, TiledNorm(norm, handle.tile("norm") or None))
 
 
 def _stop_own_checkpointing(handle: Handle) -> None:
