@@ -69,7 +69,7 @@ def attach_attention(handle: Handle) -> None:
     AttentionInterface.register(name, torch.compiler.disable(attend))
     handle.ends.callback(weakref.finalize(handle, AttentionInterface._global_mapping.pop, name, None))
     views: dict[int, PreTrainedConfig] = {}
-    towers = {*tower_modules(handle.model)} if handle.images is not None else {*()}
+    towers = {*tower_modules(handle.model)}
     for module in handle.model.modules():
         configs = {n: v for n, v in module.__dict__.items() if isinstance(v, PreTrainedConfig)}
         for attribute, config in configs.items() if module is not handle.model and module not in towers else ():

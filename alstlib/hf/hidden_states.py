@@ -44,7 +44,7 @@ def attach_hidden_states(handle: Handle) -> None:
 def outside_layers(handle: Handle) -> Iterator[nn.Module]:
     """The modules of the model that are neither in its layers nor in its vision tower."""
     inside = {id(m) for layer in handle.facts.layers for m in layer.modules()}
-    inside |= {id(m) for m in tower_modules(handle.model)} if handle.images is not None else {*()}
+    inside |= {id(m) for m in tower_modules(handle.model)}
     return (m for m in handle.model.modules() if id(m) not in inside)
 
 

@@ -85,7 +85,10 @@ def attach_vision(handle: Handle) -> None:
 
 
 def tower_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules that make features of images: what is neither in the decoder, nor around it, nor the head."""
+    """The modules that make features of images, where the model can read them: what is neither in the decoder, nor
+    around it, nor the head."""
+    if image_layout(model) is None:
+        return []
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     text = {*decoder.modules(), *([] if head is None else head.modules())}
     return [m for m in model.modules() if m not in text and not text & {*m.modules()}]
