@@ -239,8 +239,7 @@ def _attach_calls(handle: Handle, shared: list[tuple[str, nn.Parameter]]) -> Non
 
     @torch.compiler.disable
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
-        state = None if handle.plain else handle.state
-        if state is not None:
+        if (state := handle.state) is not None:
             begin(state.outer)
         if out is None or state is None or state.inputs.labels is None:  # no output: the call failed
             return out

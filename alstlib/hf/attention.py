@@ -162,7 +162,7 @@ def attach_rotary(handle: Handle) -> None:
 
     def with_longest(original: Any) -> Any:
         def forward(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-            longest = None if handle.plain or handle.state is None else handle.state.inputs.longest
+            longest = None if handle.state is None else handle.state.inputs.longest
             if longest is None:
                 return original(x, position_ids, *args, **kwargs)
             at = torch.cat([position_ids, longest.expand(*position_ids.shape[:-1], 1)], -1)

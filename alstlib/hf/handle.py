@@ -124,8 +124,8 @@ class Handle:
 
     @property
     def state(self) -> PassState | None:
-        """The pass of an attached model that runs now; None between calls."""
-        return state_now()
+        """The pass of an attached model that runs now; None between calls, and where the model runs as its own."""
+        return None if self.plain else state_now()
 
     @property
     def running(self) -> PassState:

@@ -73,7 +73,7 @@ def attach_vision(handle: Handle) -> None:
     original = inner.get_image_features
 
     def get_image_features(*args: Any, **kwargs: Any) -> Any:
-        out, state = original(*args, **kwargs), None if handle.plain else handle.state
+        out, state = original(*args, **kwargs), handle.state
         plan = None if state is None else _plan_of(handle, state)
         return out if plan is None else _travelled(out, plan, handle.attention.exchange)
 
@@ -202,7 +202,7 @@ def _checkpointed(handle: Handle, layer: nn.Module, original: Callable[..., Any]
     first = next(iter(inspect.signature(original).parameters))
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if handle.plain or handle.state is None or not torch.is_grad_enabled():
+        if handle.state is None or not torch.is_grad_enabled():
             return original(*args, **kwargs)
         x, args = (args[0], args[1:]) if args else (kwargs.pop(first), ())
         trains = any(p.requires_grad for p in layer.parameters())
