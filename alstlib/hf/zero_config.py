@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,13 @@ def zero_config(model: torch.nn.Module, **fields: Any) -> dict[str, Any]:
     where = {name.split(".")[1]: name for name in ours}
     check_names(fields, where, "field of zero_config")
     run = RunConfig.from_dict({where[name]: value for name, value in {"offload_optimizer": False, **fields}.items()})
-    parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())  # partitioned already, or whole
     bf16 = next(model.parameters()).dtype == torch.bfloat16
-    return engine_config(run, parameters, bf16)
+    return engine_config(run, count(model.parameters()), bf16)
+
+
+def count(parameters: Iterable[Any]) -> int:
+    """Elements of parameters, whole ones and those that ZeRO-3 has partitioned."""
+    return sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
 
 
 def check_files(config: Mapping[str, Any]) -> None:

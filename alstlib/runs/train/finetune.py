@@ -44,13 +44,13 @@ from alstlib.data.samples import SHOWN, Account, tokenize_row
 from alstlib.hf.loading import load_on_first, place
 from alstlib.hf.models import auto_class, load_model, mfu, put_liger
 from alstlib.hf.vision import image_layout, why_no_images
-from alstlib.hf.zero_config import check_files, engine_config
+from alstlib.hf.zero_config import check_files, count, engine_config
 from alstlib.planner.measure.ledger import Ledger
 from alstlib.runs import locks, results
 from alstlib.runs.progress import Pace
 from alstlib.runs.results import Json, differences
 from alstlib.runs.train import operators
-from alstlib.runs.train.engine import count, host_tensors, reserve_adam_state
+from alstlib.runs.train.engine import host_tensors, reserve_adam_state
 from alstlib.runs.train.files import move_aside
 from alstlib.runs.train.resume import EQUAL, ended, ending, fields, finished, of_first, seconds_to_save
 from alstlib.runs.train.worker import Training, run_worker, wait_for
@@ -243,8 +243,8 @@ class FineTune(Training, TrainerCallback):
         zero = self.engine.startswith("zero")
         if zero:
             operators.leave_out()
-        parameters = sum(p.numel() for p in unplaced.model.parameters())
-        deepspeed = engine_config(self.with_files() if zero else run, parameters, self.bf16)
+        whole = count(unplaced.model.parameters())
+        deepspeed = engine_config(self.with_files() if zero else run, whole, self.bf16)
         check_files(deepspeed if zero else {})
         place(unplaced, deepspeed if zero else {"zero_optimization": {"stage": 0}})
         own = {} if self.images is None else {"packing": False, "remove_unused_columns": False}

@@ -9,11 +9,11 @@ from typing import Any
 
 from alstlib.base.config import FIELDS, RunConfig, flat
 from alstlib.base.mesh import from_all
+from alstlib.hf.zero_config import count
 from alstlib.planner.preflight import SLOW_DISK
 from alstlib.runs import results
 from alstlib.runs.processes import WARNED, seconds_left
 from alstlib.runs.results import Json, differences
-from alstlib.runs.train.engine import count
 
 EQUAL = tuple(
     name
