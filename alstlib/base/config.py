@@ -53,6 +53,18 @@ def nearest_path(path: Path) -> str:
     return f"did you mean '{parent / near[0]}'?" if near else f"its folder {parent} has nothing of a similar name"
 
 
+def check_path(field: str, name: str, local: bool = False) -> None:
+    """Refuse a name that means a path on this machine, by its beginning or because it is `local`, where nothing is.
+
+    Raises:
+        ValueError: it names the nearest path.
+    """
+    path = Path(name).expanduser()
+    local = local or path.is_absolute() or path.is_symlink() or name.startswith((".", "~"))
+    if local and not path.exists():
+        raise ValueError(f"{field}='{name}' does not exist; {nearest_path(path)}")
+
+
 class ConfigGroup(Settings):
     """One group of a run's settings."""
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from alstlib.base.config import nearest_path
+from alstlib.base.config import check_path
 from alstlib.base.options import Json
 from alstlib.data.formats import IMAGES, canonical_columns, plain_text
 
@@ -51,9 +51,8 @@ def load_corpus(name: str) -> Any:
         return _texts(name, files) if kind == "text" else canonical_columns(_by_lines(files))
     if files:
         source, options = [kind], {"data_files": [glob.escape(str(file)) for file in files]}
-    elif path.is_absolute() or path.is_symlink() or name.startswith((".", "~")) or path.suffix in _KNOWN:
-        raise ValueError(f"data='{name}' does not exist; {nearest_path(path)}")
     else:  # the name of a dataset on the hub, and perhaps of one of its configurations
+        check_path("data", name, local=path.suffix in _KNOWN)
         source, options = name.split(":", 1), {}
     try:
         corpus = datasets.load_dataset(*source, split="train", **options)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from alstlib.base.config import nearest_path
+from alstlib.base.config import check_path
 from alstlib.base.options import Json
 from alstlib.hf.public_models import PUBLIC, SHAPES
 
@@ -27,9 +27,7 @@ def check_model(name: str) -> None:
     if path.exists() or name in SHAPES:
         find_config(name)
         return
-    local = path.is_absolute() or path.is_symlink() or name.startswith((".", "~")) or name.count("/") > 1
-    if local:
-        raise ValueError(f"model='{name}' does not exist; {nearest_path(path)}")
+    check_path("model", name, local=name.count("/") > 1)
     if _in_cache(name) is not None:
         return
     from huggingface_hub import hf_hub_download
