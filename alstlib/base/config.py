@@ -25,6 +25,7 @@ from alstlib.base.options import (
     Fields,
     FlagOrAuto,
     FlagOrNvme,
+    Json,
     Name,
     Natural,
     Options,
@@ -50,6 +51,18 @@ def nearest_path(path: Path) -> str:
         return f"its folder {parent} does not exist either"
     near = difflib.get_close_matches(path.name, sorted(p.name for p in parent.iterdir()), n=1)
     return f"did you mean '{parent / near[0]}'?" if near else f"its folder {parent} has nothing of a similar name"
+
+
+def check_path(field: str, name: str, local: bool = False) -> None:
+    """Refuse a name that means a path on this machine, by its beginning or because it is `local`, where nothing is.
+
+    Raises:
+        ValueError: it names the nearest path.
+    """
+    path = Path(name).expanduser()
+    local = local or path.is_absolute() or path.is_symlink() or name.startswith((".", "~"))
+    if local and not path.exists():
+        raise ValueError(f"{field}='{name}' does not exist; {nearest_path(path)}")
 
 
 class ConfigGroup(Settings):
@@ -344,8 +357,7 @@ class RunConfig(Settings):
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-_HINTS = typing.get_type_hints(RunConfig, include_extras=True)
-GROUPS = {name: group for name in RunConfig.model_fields if (group := group_of(_HINTS[name]))}
+GROUPS = {name: group for name, field in RunConfig.model_fields.items() if (group := group_of(field.annotation))}
 """Fields of a run that have fields of their own, and their classes."""
 FIELDS = tuple(
     dotted
@@ -355,7 +367,7 @@ FIELDS = tuple(
 """Names of all fields of a run, with their group: `data.seq_len`."""
 
 
-def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> Json:
     """Fields of a run with changes in them, as `RunConfig.replace` describes; nothing is checked."""
     made = dict(base)
     for name, value in changes.items():
@@ -384,22 +396,22 @@ def value_of(run: RunConfig, name: str) -> Any:
     return getattr(getattr(run, group), inside, None) if inside else getattr(run, group)
 
 
-def flat(fields: Mapping[str, Any]) -> dict[str, Any]:
+def flat(fields: Mapping[str, Any]) -> Json:
     """Fields in groups, as `RunConfig.to_dict` has them, by their names with the group: `data.seq_len`."""
-    made: dict[str, Any] = {}
+    made: Json = {}
     for name, value in fields.items():
         grouped = name in GROUPS and isinstance(value, Mapping)
         made |= {f"{name}.{inside}": own for inside, own in value.items()} if grouped else {name: value}
     return made
 
 
-def not_default(run: RunConfig) -> dict[str, Any]:
+def not_default(run: RunConfig) -> Json:
     """The fields of a run that are not the default, by their names with the group. `merged({}, ...)` groups them."""
     default = flat(RunConfig().to_dict())
     return {name: value for name, value in flat(run.to_dict()).items() if default.get(name, ...) != value}
 
 
-ROWS: dict[str, dict[str, Any]] = {
+ROWS: dict[str, Json] = {
     "baseline": {},
     "tiled_loss": {"options": {"tiles": {"loss": True}}},
     "ulysses": {"options": {"tiles": {"loss": True}}, "engine": {"sp": 0}},
@@ -415,7 +427,7 @@ included. Each turns on its features, and everything else is off. `sp=0` is the 
 synchronously and keeps no attention outputs; so do its six rows here. `row_config("ours")` without its chunk runs whole
 layers, which is faster where they fit."""
 
-PAPER_ROWS: dict[str, dict[str, Any]] = {
+PAPER_ROWS: dict[str, Json] = {
     "baseline": {"seq_len": 32_000, "step_seconds": 17, "tflops": 231.6},
     "tiled_loss": {"seq_len": 160_000, "step_seconds": 123, "tflops": 514.4},
     "ulysses": {"seq_len": 1_100_000, "step_seconds": 564, "tflops": 576.1},

@@ -7,7 +7,6 @@ the layout of a PyTorch DeviceMesh.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -151,8 +150,7 @@ class SPContext:
         place = mesh.get_coordinate()
         group = None if place is None else mesh.get_group("sp" if mesh.ndim > 1 else 0)
         first = -1 if group is None else dist.get_process_group_ranks(group)[0]
-        kind = "cpu" if "cpu" in _kinds(dist.group.WORLD) else mesh.device_type
-        firsts = gather_json(first, kind)
+        firsts = from_all(first)
         if lacking := [rank for rank, found in enumerate(firsts) if found < 0]:
             raise ValueError(f"the mesh lacks the ranks {lacking}: it must hold all {len(firsts)} ranks")
         replicas = sorted(set(firsts))  # an SP group is known by its first rank
@@ -170,16 +168,11 @@ ATTACHED = "_alst_handle"
 """Attribute of an attached model: a weak reference to its `Handle`."""
 
 
-def gather_json(value: Any, device: Any, group: Any = None) -> list[Any]:
-    """What every rank of a group (None: of all) gives, on every rank of it: anything that JSON holds."""
-    content = torch.tensor([*json.dumps(value).encode()], dtype=torch.uint8, device=device)
-    sizes = torch.zeros(dist.get_world_size(group), 1, dtype=torch.int64, device=device)
-    dist.all_gather(list(sizes), torch.tensor([len(content)], device=device), group=group)
-    everyone = content.new_zeros(len(sizes), int(sizes.max()))
-    mine = everyone[0].clone()
-    mine[: len(content)] = content
-    dist.all_gather(list(everyone), mine, group=group)
-    return [json.loads(bytes(text[:size].tolist())) for text, size in zip(everyone, sizes)]
+def from_all(value: Any, group: Any = None) -> list[Any]:
+    """What every rank of a group (None: of all) gives, in the order of ranks, on every rank of it."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
 
 
 def join_fake(ranks: int) -> None:

@@ -16,9 +16,21 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    StrictBool,
+    ValidationError,
+    model_validator,
+)
 
 from alstlib.base.units import parse_quantity
+
+Json = dict[str, Any]
+"""A JSON object: settings, a model's config, a result, or a row of a table."""
 
 
 def check_names(
@@ -84,6 +96,7 @@ Share = Annotated[_Number, Field(gt=0, lt=1), Works("a share between 0 and 1, su
 Texts = Annotated[
     tuple[str, ...],
     BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
+    PlainSerializer(list),
     Works("a list of texts"),
 ]
 Fields = Annotated[dict[str, Any], Works("a mapping of names to values")]
@@ -162,19 +175,13 @@ class Settings(BaseModel):
         """Names that are taken for fields of it, and what to write instead."""
         return {}
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Its fields as JSON and YAML have them: mappings, lists, numbers and texts."""
-        return {name: plain_value(getattr(self, name)) for name in type(self).model_fields}
+        return self.model_dump()
 
     def replace(self, **changes: Any) -> Self:
         """The settings with other values in some fields."""
-        return type(self)(**{**{name: getattr(self, name) for name in type(self).model_fields}, **changes})
-
-
-def plain_value(value: Any) -> Any:
-    if isinstance(value, Settings):
-        return value.to_dict()
-    return list(value) if isinstance(value, tuple) else value
+        return type(self)(**{**dict(self), **changes})
 
 
 # Options

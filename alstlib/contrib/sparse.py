@@ -88,7 +88,7 @@ def select_pages(handle: Handle, sparse: Sparse) -> None:
         "exact for the pages that were seen, and the choice of pages has none"
         + (f"; {rest} of {len(windows)} layers have sliding windows and stay exact" if rest else "")
     )
-    handle.select_pages(sparse.chooser)
+    handle.page_chooser = sparse.chooser
 
 
 def mean_score(q: Tensor, means: Tensor) -> Tensor:

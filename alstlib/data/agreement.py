@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from alstlib.base.mesh import SPContext, gather_json
+from alstlib.base.mesh import SPContext, from_all
 from alstlib.data.images import ImageLayout
 from alstlib.data.shard import SLICED, Batch, checksum, cut, prepare, valid_tokens
 
@@ -47,8 +47,8 @@ def raise_failure(ctx: SPContext, kinds: Sequence[int], error: Exception | None,
 
 
 def _told(ctx: SPContext, value: Any) -> list[Any]:
-    """Every rank's value, in the order of ranks: anything that JSON holds."""
-    return [value] if ctx.world_size == 1 else gather_json(value, ctx.wire, ctx.world_group)
+    """Every rank's value, in the order of ranks."""
+    return [value] if ctx.world_size == 1 else from_all(value, ctx.world_group)
 
 
 class Agreement:

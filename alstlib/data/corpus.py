@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from alstlib.base.config import nearest_path
+from alstlib.base.config import check_path
+from alstlib.base.options import Json
 from alstlib.data.formats import IMAGES, canonical_columns, plain_text
 
 logger = logging.getLogger(__name__)
@@ -29,15 +30,13 @@ _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", 
 _TRAIN_CHARACTERS = 2_000_000  # of text, on which a tokenizer is trained in about a second
 
 
-def load_corpus(name: str, *, split: str = "train") -> Any:
+def load_corpus(name: str) -> Any:
     """A corpus as a `datasets.Dataset` with canonical columns.
 
     Args:
         name: "stdlib" (source files of the running Python's standard library without its tests, sorted, one document a
             file); a local file or folder of .txt, .md, .py (one document a file), .jsonl, .json or .parquet; a hub
-            name, optionally "name:config". A local path wins if it exists.
-        split: as `datasets` takes it, slices such as "train[:1%]" included; files of text and JSON lines have "train"
-            only.
+            name, optionally "name:config", of which the split "train" is read. A local path wins if it exists.
 
     Returns: columns `text`, `input_ids`, `messages`, ...: those of the formats that `formats` knows.
 
@@ -49,20 +48,17 @@ def load_corpus(name: str, *, split: str = "train") -> Any:
     path = Path(name).expanduser()
     kind, files = local_files(path) if path.exists() else ("text", _library_files()) if name == "stdlib" else ("", [])
     if kind in ("text", "jsonl"):
-        if split != "train":
-            raise ValueError(f"split='{split}': files of text and of JSON lines have one split only, 'train'")
         return _texts(name, files) if kind == "text" else canonical_columns(_by_lines(files))
     if files:
         source, options = [kind], {"data_files": [glob.escape(str(file)) for file in files]}
-    elif path.is_absolute() or path.is_symlink() or name.startswith((".", "~")) or path.suffix in _KNOWN:
-        raise ValueError(f"data='{name}' does not exist; {nearest_path(path)}")
     else:  # the name of a dataset on the hub, and perhaps of one of its configurations
+        check_path("data", name, local=path.suffix in _KNOWN)
         source, options = name.split(":", 1), {}
     try:
-        corpus = datasets.load_dataset(*source, split=split, **options)
+        corpus = datasets.load_dataset(*source, split="train", **options)
     except Exception as error:  # every builder raises its own kinds
         cause = f"{error}" + (f" ({error.__cause__})" if error.__cause__ else "")
-        raise ValueError(f"data='{name}' (split '{split}') cannot be read: {cause}") from error
+        raise ValueError(f"data='{name}' cannot be read: {cause}") from error
     return canonical_columns(corpus)
 
 
@@ -106,7 +102,7 @@ def _texts(name: str, files: Sequence[Path]) -> Any:
     return datasets.Dataset.from_dict({"text": texts})
 
 
-def _objects(files: Iterable[str]) -> Iterator[dict[str, Any]]:
+def _objects(files: Iterable[str]) -> Iterator[Json]:
     """The objects of .jsonl files, one in each line that is not blank."""
     for file in files:
         for number, line in enumerate(_lines(Path(file)), 1):
@@ -209,14 +205,8 @@ def _training_texts(corpus: Any) -> list[str]:
 
 
 def _train(texts: list[str], vocab_size: int) -> Any:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import ByteLevelBPETokenizer
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[EOS], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(texts, vocab_size, min_frequency=0, show_progress=False, special_tokens=[EOS])
+    return tokenizer._tokenizer

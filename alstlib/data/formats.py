@@ -17,8 +17,11 @@ value of.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+
+from alstlib.base.options import Json
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -80,7 +83,7 @@ def format_of(row: Mapping[str, Any]) -> str:
     column that must be there; '' for none."""
     full = (kind for kind, columns in FORMATS.items() if row.get(columns[0]))
     part = (k for k, columns in FORMATS.items() if any(row.get(n) is not None for n in WHOLE.get(k, columns[:1])))
-    return next((kind for kinds in (full, part) for kind in kinds), "")
+    return next(itertools.chain(full, part), "")
 
 
 class Example(NamedTuple):
@@ -128,7 +131,7 @@ def _text(row: Mapping[str, Any], name: str) -> str:
     return value or ""
 
 
-def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+def _message(message: Mapping[str, Any]) -> Json:
     """A message without its empty fields, ShareGPT's names turned into `role` and `content`."""
     found = {key: value for key, value in message.items() if value is not None} if isinstance(message, Mapping) else {}
     if "role" not in found and found.get("from") in SPEAKERS:

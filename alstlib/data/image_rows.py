@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from alstlib.base.config import nearest_path
+from alstlib.base.options import Json
 from alstlib.base.units import IGNORE
 from alstlib.data.formats import IMAGES, read_row
 from alstlib.data.samples import Document, said_in_chat
@@ -101,13 +102,13 @@ class ImageRows:
         return said_in_chat(messages, self.processor, example.first)
 
 
-def _in_parts(messages: Iterable[Mapping[str, Any]], images: int) -> list[dict[str, Any]]:
+def _in_parts(messages: Iterable[Mapping[str, Any]], images: int) -> list[Json]:
     """Messages whose contents are lists of parts, as processors take them. Where no message has a place for an image,
     all images come first in the first message of the user that is a text."""
     messages = list(messages)
     parts = [part for message in messages for part in message.get("content") or [] if isinstance(part, Mapping)]
     images = 0 if any(part.get("type") == "image" for part in parts) else images
-    made: list[dict[str, Any]] = []
+    made: list[Json] = []
     for message in messages:
         content = message.get("content") or []
         if isinstance(content, str):

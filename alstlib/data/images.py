@@ -130,8 +130,8 @@ class ImageLayout:
             )
         split = {n: t if isinstance(t, tuple) else t.split(1) for n, t in each.items()}
         return [
-            ImagePiece(at=at[end - n : end], fields={name: parts[i] for name, parts in split.items()})
-            for i, (n, end) in enumerate(zip(features, torch.tensor(features).cumsum(0).tolist()))
+            ImagePiece(at=mine, fields={name: parts[i] for name, parts in split.items()})
+            for i, mine in enumerate(at.split(features))
         ]
 
     def _positions(

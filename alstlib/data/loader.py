@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from alstlib.base.mesh import SPContext
+from alstlib.base.options import Json
 from alstlib.data.agreement import check_same, read_together
 from alstlib.data.images import ImageLayout
 from alstlib.data.prefetch import Reader
@@ -103,7 +104,7 @@ class SPDataLoader:
             if hasattr(owner, "set_epoch"):
                 owner.set_epoch(epoch)
 
-    def _layout(self) -> dict[str, Any]:
+    def _layout(self) -> Json:
         return {"accumulation": self.accumulation, "sp": self.ctx.sp, "dp": self.ctx.dp, "replicated": self.replicated}
 
     def state_dict(self) -> dict[str, Any]:

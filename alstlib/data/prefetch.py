@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from alstlib.base.options import Json
 from alstlib.data.shard import checksum
 
 
@@ -31,10 +32,10 @@ class Reader:
         self.generators = [] if self.stateful else generators(loader)
         self.random = list(resume["random"]) if resume else [g.get_state().tolist() for g in self.generators]
         self.read_sum = resume["read"] if resume else 0
-        self.before: dict[str, Any] = {}
+        self.before: Json = {}
         """The state before the last batches were read."""
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Json:
         """What continues this pass here: JSON values."""
         own = copy.deepcopy(self.loader.state_dict()) if self.stateful else None
         return {"random": self.random, "read": self.read_sum, "loader": own}

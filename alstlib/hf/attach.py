@@ -30,7 +30,7 @@ from alstlib.hf.inputs import STATE, agree, of_all_ranks, read_call
 from alstlib.hf.layer_runner import attach_blocks, attach_runners
 from alstlib.hf.logits import NoLogits
 from alstlib.hf.pass_state import Objective, PassState
-from alstlib.hf.support import check_model, check_shared, shared_weights
+from alstlib.hf.support import check_model, check_shared, layer_name, shared_weights
 from alstlib.hf.token_logps import OverRanks
 from alstlib.hf.vision import attach_vision, give_images, image_layout
 from alstlib.linear.adapters import adapter_of, attach_states, is_tokenwise
@@ -125,7 +125,7 @@ def _attach_mlps(handle: Handle, layers: Sequence[nn.Module]) -> None:
         children = dict(layer.named_children())
         mlps = {*MLPS, *(["mixer"] if is_tokenwise(layer) else [])} & set(children)
         if not mlps and not all(is_norm(m) or _only_mixes(m) for m in children.values()):
-            handle.notes.append(f"layer {i} ({type(layer).__name__}) has no MLP module: left untiled")
+            handle.notes.append(f"{layer_name(i, layer)} has no MLP module: left untiled")
         for name, m in children.items() if mlps else ():
             if name in mlps:
                 why = why_untiled(m, handle.options.experts_by_token)
@@ -181,9 +181,8 @@ def _attach_head(handle: Handle) -> None:
     tiled.register_forward_hook(shrink)
     tiled.unshrink = 1.0 / (factor * transform.scale)
     handle.swap(head, tiled)
-    asked = handle.options.tile("norm")
     for norm in [m for m in outside_layers(handle) if is_norm(m)]:
-        handle.swap(norm, TiledNorm(norm, None if isinstance(asked, bool) else asked))
+        handle.swap(norm, TiledNorm(norm, handle.tile("norm") or None))
 
 
 def _stop_own_checkpointing(handle: Handle) -> None:
@@ -240,8 +239,7 @@ def _attach_calls(handle: Handle, shared: list[tuple[str, nn.Parameter]]) -> Non
 
     @torch.compiler.disable
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
-        state = None if handle.plain else handle.state
-        if state is not None:
+        if (state := handle.state) is not None:
             begin(state.outer)
         if out is None or state is None or state.inputs.labels is None:  # no output: the call failed
             return out

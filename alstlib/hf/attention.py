@@ -69,7 +69,7 @@ def attach_attention(handle: Handle) -> None:
     AttentionInterface.register(name, torch.compiler.disable(attend))
     handle.ends.callback(weakref.finalize(handle, AttentionInterface._global_mapping.pop, name, None))
     views: dict[int, PreTrainedConfig] = {}
-    towers = {*tower_modules(handle.model)} if handle.images is not None else {*()}
+    towers = {*tower_modules(handle.model)}
     for module in handle.model.modules():
         configs = {n: v for n, v in module.__dict__.items() if isinstance(v, PreTrainedConfig)}
         for attribute, config in configs.items() if module is not handle.model and module not in towers else ():
@@ -162,7 +162,7 @@ def attach_rotary(handle: Handle) -> None:
 
     def with_longest(original: Any) -> Any:
         def forward(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-            longest = None if handle.plain or handle.state is None else handle.state.inputs.longest
+            longest = None if handle.state is None else handle.state.inputs.longest
             if longest is None:
                 return original(x, position_ids, *args, **kwargs)
             at = torch.cat([position_ids, longest.expand(*position_ids.shape[:-1], 1)], -1)

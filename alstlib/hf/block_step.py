@@ -105,9 +105,9 @@ def block_step(
             total = torch.stack([one.double().sum() for one in made]).sum().to(made[0].dtype)
             if micro.router is not None:
                 total = micro.router.add_to(total, micro.labels.ne(IGNORE).sum())
-        share = share_of(-total if own else total, micro.labels, batch, handle.ctx, divides)
+        factor, means = share_of(-total if own else total, micro.labels, batch, handle.ctx, divides)
         if objective is None:
-            loss, micro.slopes = total * share.factor, share.factor
+            loss, micro.slopes = total * factor, factor
         else:
             loss, slopes = slopes_of(objective, micro.in_order(made))
             (micro.slopes,) = stripe([slopes], block, handle.ctx)
@@ -118,7 +118,7 @@ def block_step(
     finally:
         for part, _ in order:
             part.close()
-    return share.of(loss.detach())
+    return Loss(loss.detach(), **means)
 
 
 def _whole(
@@ -129,8 +129,8 @@ def _whole(
     if objective is None:
         return loss_of(engine, given, state, batch, handle.ctx, divides)
     logps = engine(**given, **{STATE: state}).logits
-    share = share_of(-logps.detach().sum(), batch["shift_labels"], batch, handle.ctx, divides)
-    return share.of(value_of(objective, logps))
+    _, means = share_of(-logps.detach().sum(), batch["shift_labels"], batch, handle.ctx, divides)
+    return Loss(value_of(objective, logps), **means)
 
 
 def run_forward(engine: Any, order: Sequence[tuple[MicroBatch, int]]) -> list[Tensor]:

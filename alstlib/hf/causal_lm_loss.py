@@ -18,6 +18,7 @@ from torch import Tensor
 from alstlib.base.mesh import SPContext
 from alstlib.base.units import IGNORE
 from alstlib.data.images import DEALT
+from alstlib.data.shard import Batch
 from alstlib.hf.inputs import PACKED, STATE, agree, check_number, handle_of, read_call
 from alstlib.hf.pass_state import Objective, PassState
 from alstlib.tiled.logits import Statistics
@@ -100,8 +101,8 @@ def loss_of(
     """`causal_lm_loss` after all checks, with what the model is `given`, and the pass that its call begins."""
     out, found = model(**given, **{STATE: state}), state.objective.statistics
     sums = None if found is None else found.sums()
-    share = share_of(out.loss.detach(), batch["shift_labels"], batch, ctx, engine_divides_by, sums)
-    return share.of(out.loss * share.factor, getattr(out, "aux_loss", None))
+    factor, means = share_of(out.loss.detach(), batch["shift_labels"], batch, ctx, engine_divides_by, sums)
+    return Loss(out.loss * factor, **means, router=getattr(out, "aux_loss", None))
 
 
 FIELDS = ("input_ids", "position_ids", "shift_labels", "cu_seqlens", "sample_tokens", "sample_length", *DEALT)
@@ -112,7 +113,7 @@ KNOWN = (*FIELDS, *CHECKED, "step_tokens", "seen_tokens", "accumulation", "label
 """Fields of a batch. Labels are not looked at, because shift_labels are the same labels."""
 
 
-def fields_of(batch: Mapping[str, Any]) -> dict[str, Any]:
+def fields_of(batch: Mapping[str, Any]) -> Batch:
     """The fields of a batch that an attached model is given."""
     return {name: batch[name] for name in (*FIELDS, *CHECKED) if batch.get(name) is not None}
 
@@ -159,27 +160,12 @@ def check_accumulation(engine: Any, batch: Mapping[str, Any], given: int | None)
         )
 
 
-@dataclass(frozen=True)
-class Share:
-    """The numbers of a whole micro-batch, and the factor of a rank's part of it."""
-
-    factor: Any
-    """The number by which this rank's sum of losses is multiplied for backward."""
-    mean: Tensor
-    tokens: Tensor
-    entropy: Tensor | None = None
-    accuracy: Tensor | None = None
-    """The mean and these fields are as in `Loss`."""
-
-    def of(self, loss: Tensor, router: Tensor | None = None) -> Loss:
-        return Loss(loss, self.mean, self.tokens, self.entropy, self.accuracy, router)
-
-
 def share_of(
     total: Tensor, labels: Tensor, batch: Mapping[str, Any], ctx: SPContext, engine_divides_by: int,
     found: Tensor | None = None,
-) -> Share:  # fmt: skip
-    """For this rank's sum of losses and its labels, and the sums [2] of its statistics. Collective."""
+) -> tuple[Any, dict[str, Tensor]]:  # fmt: skip
+    """What this rank's sum of losses is multiplied by for backward, and the fields of `Loss` of the whole micro-batch:
+    of this rank's sum of losses, its labels, and the sums [2] of its statistics. Collective."""
     stats = torch.stack([total.double(), labels.ne(IGNORE).sum().double(), *([] if found is None else found)])
     if ctx.world_group is not None:
         dist.all_reduce(stats, group=ctx.world_group)
@@ -192,5 +178,6 @@ def share_of(
         factor: Any = (ctx.world_size * engine_divides_by / step_tokens.double().clamp_min(1)).to(total.dtype)
     else:
         factor = ctx.world_size * engine_divides_by / max(1, step_tokens)
-    means = stats / tokens.clamp_min(1)
-    return Share(factor, means[0], tokens.to(torch.int64), *means[2:])
+    fields = dict(zip(("mean", "tokens", "entropy", "accuracy"), stats / tokens.clamp_min(1)))
+    fields["tokens"] = tokens.to(torch.int64)
+    return factor, fields

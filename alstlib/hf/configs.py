@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from alstlib.base.config import nearest_path
+from alstlib.base.config import check_path
+from alstlib.base.options import Json
 from alstlib.hf.public_models import PUBLIC, SHAPES
 
 
@@ -26,9 +27,7 @@ def check_model(name: str) -> None:
     if path.exists() or name in SHAPES:
         find_config(name)
         return
-    local = path.is_absolute() or path.is_symlink() or name.startswith((".", "~")) or name.count("/") > 1
-    if local:
-        raise ValueError(f"model='{name}' does not exist; {nearest_path(path)}")
+    check_path("model", name, local=name.count("/") > 1)
     if _in_cache(name) is not None:
         return
     from huggingface_hub import hf_hub_download
@@ -43,7 +42,7 @@ def check_model(name: str) -> None:
         ) from e
 
 
-def overridden(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+def overridden(config: Mapping[str, Any], fields: Mapping[str, Any]) -> Json:
     """A config with these fields in place of its own. The width of its heads follows the model's width and the number
     of heads, unless the config has heads of another width or the fields name one."""
 
@@ -56,7 +55,7 @@ def overridden(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str
     return made
 
 
-def find_config(name: str, whole: bool = False) -> dict[str, Any]:
+def find_config(name: str, whole: bool = False) -> Json:
     """The config of a model, as its config.json has it: of one that reads images too, that of its text, or the
     `whole`."""
     if name in SHAPES:
@@ -87,7 +86,7 @@ def find_config(name: str, whole: bool = False) -> dict[str, Any]:
     )
 
 
-def _in_cache(name: str, whole: bool = False) -> dict[str, Any] | None:
+def _in_cache(name: str, whole: bool = False) -> Json | None:
     """The newest config.json of a hub name that was downloaded before."""
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")

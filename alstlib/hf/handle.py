@@ -60,7 +60,7 @@ class Handle:
         self.recurrences: dict[StateLayer, None] = {}
         """The sizes of layers with a state and heads that have run, in order."""
         self.page_chooser: Callable[[], PageChooser | None] = lambda: None
-        """Makes what selects pages for one call of a layer; None: all are seen."""
+        """Makes what selects the pages of keys that the chunks of one call of a layer see; None: all are seen."""
         self.images: ImageLayout | None = None
         """How the model takes images; None: it reads none."""
         self.plain = False
@@ -124,8 +124,8 @@ class Handle:
 
     @property
     def state(self) -> PassState | None:
-        """The pass of an attached model that runs now; None between calls."""
-        return state_now()
+        """The pass of an attached model that runs now; None between calls, and where the model runs as its own."""
+        return None if self.plain else state_now()
 
     @property
     def running(self) -> PassState:
@@ -155,16 +155,6 @@ class Handle:
         """How hidden states of the call that runs now visit the device; None where they lie there."""
         state = self.state
         return Travel(self.store, state.inputs.device, x) if state is not None and state.travels else None
-
-    # ----- what other parts of the library ask of it
-
-    def select_pages(self, choose: Callable[[], PageChooser]) -> None:
-        """Let `choose` make what selects the pages of keys that the chunks of one call of a layer see."""
-        self.page_chooser = choose
-
-    def prompts_are_whole(self) -> None:
-        """Say that prompts of generate() are whole on every rank."""
-        self.generates = True
 
 
 # ----- changes to modules

@@ -44,7 +44,7 @@ def attach_hidden_states(handle: Handle) -> None:
 def outside_layers(handle: Handle) -> Iterator[nn.Module]:
     """The modules of the model that are neither in its layers nor in its vision tower."""
     inside = {id(m) for layer in handle.facts.layers for m in layer.modules()}
-    inside |= {id(m) for m in tower_modules(handle.model)} if handle.images is not None else {*()}
+    inside |= {id(m) for m in tower_modules(handle.model)}
     return (m for m in handle.model.modules() if id(m) not in inside)
 
 
@@ -74,7 +74,7 @@ def _token_wise(handle: Handle, module: nn.Module, original: Any, x: bool) -> An
         return [p for p in module.parameters() if p.requires_grad]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        travel = None if handle.plain else handle.travel(x=x)
+        travel = handle.travel(x=x)
         if travel is None or kwargs or len(args) != 1 or args[0].ndim != 2 + x:
             return original(*args, **kwargs)
         assert handle.chunk is not None
@@ -87,7 +87,7 @@ def _token_wise(handle: Handle, module: nn.Module, original: Any, x: bool) -> An
 
 def _rotary(handle: Handle, original: Any) -> Any:
     def forward(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        travel = None if handle.plain else handle.travel(x=False)
+        travel = handle.travel(x=False)
         if travel is None:
             return original(x, position_ids, *args, **kwargs)
         assert handle.chunk is not None

@@ -23,7 +23,7 @@ from alstlib.base.recompute import Saved, with_gradient
 from alstlib.hf.handle import Handle
 from alstlib.hf.indexed import WHY_WHOLE, has_indexer
 from alstlib.hf.shared import apart, is_shared
-from alstlib.hf.support import Facts
+from alstlib.hf.support import Facts, layer_name
 from alstlib.linear.adapters import is_tokenwise
 from alstlib.offload.checkpoints import Segment, checkpoint
 from alstlib.streaming.chunked import LayerChunk, Stream
@@ -219,8 +219,7 @@ class Chunked(LayerRunner):
         if isinstance(out, Tensor):
             return out
         if any(o is not None for o in out[1:]):
-            where = f"layer {self.index} ({type(self.layer).__name__})"
-            raise ValueError(f"{where} {RETURNS_MORE}")
+            raise ValueError(f"{layer_name(self.index, self.layer)} {RETURNS_MORE}")
         self.nothing = out[1:]
         return out[0]
 
@@ -234,13 +233,11 @@ def _check_chunks(handle: Handle) -> None:
     """Refuse a model whose layers cannot run in chunks (ValueError)."""
     for i, layer in enumerate(handle.facts.layers):
         if not CACHES & set(inspect.signature(layer.forward).parameters):
-            raise ValueError(
-                f"layer {i} ({type(layer).__name__}) takes no cache, so it cannot run in chunks; use chunk=None"
-            )
+            raise ValueError(f"{layer_name(i, layer)} takes no cache, so it cannot run in chunks; use chunk=None")
         if any(has_indexer(m) for m in layer.modules()):
-            raise ValueError(f"layer {i} ({type(layer).__name__}) {WHY_WHOLE}; use chunk=None")
+            raise ValueError(f"{layer_name(i, layer)} {WHY_WHOLE}; use chunk=None")
     for i, call in enumerate(handle.facts.calls):
-        where, tokens = f"layer {i} ({type(call.layer).__name__})", call.hidden.shape[handle.facts.tokens_at]
+        where, tokens = layer_name(i, call.layer), call.hidden.shape[handle.facts.tokens_at]
         others = tree_flatten(call.others)[0]
         for value in others:
             _token_dimension(value, tokens, call.layer)

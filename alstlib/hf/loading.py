@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from alstlib.base.config import RunConfig
-from alstlib.base.mesh import SPContext, accelerator, gather_json
+from alstlib.base.mesh import SPContext, accelerator, from_all
+from alstlib.base.options import Json
 from alstlib.data.agreement import Agreement
 from alstlib.hf.models import has_random_weights, load_model
 
@@ -80,11 +81,11 @@ def load_on_first(
     tensors = [*model.named_parameters(), *model.named_buffers()]
     told = {name: [list(t.shape), str(t.dtype).partition(".")[2]] for name, t in tensors}
     waiting = {name: p.data for name, p in model.named_parameters()} if first else {}
-    _hollow(model, gather_json(told, device)[0], device)
+    _hollow(model, from_all(told)[0], device)
     return UnplacedModel(model, waiting, device)
 
 
-def _hollow(model: nn.Module, tensors: dict[str, Any], device: torch.device) -> None:
+def _hollow(model: nn.Module, tensors: Json, device: torch.device) -> None:
     """Put parameters and buffers on the device, with rank 0's dtypes: buffers with its values, parameters without
     memory. A tensor that has several names stays one."""
     made: dict[int, Tensor] = {}
@@ -111,7 +112,7 @@ def _send(t: Tensor) -> None:
         dist.broadcast(t.view(-1).view(torch.uint8), 0)
 
 
-def place(unplaced: UnplacedModel, config: dict[str, Any]) -> None:
+def place(unplaced: UnplacedModel, config: Json) -> None:
     """Bring the weights to where an engine of this DeepSpeed configuration wants them: under ZeRO-3 in parts."""
     if config["zero_optimization"]["stage"] == 3:
         import deepspeed

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from alstlib.base.config import RunConfig
 from alstlib.base.mesh import accelerator
-from alstlib.base.options import check_names
+from alstlib.base.options import Json, check_names
 from alstlib.base.peaks import PEAKS, gpu_named
 from alstlib.base.sizing import causal_pairs
 from alstlib.hf.by_position import CHUNKED
@@ -113,7 +113,7 @@ def _check_finite(run: RunConfig, model: PreTrainedModel) -> None:
             )
 
 
-def flop_dimensions(model: PreTrainedModel) -> dict[str, Any]:
+def flop_dimensions(model: PreTrainedModel) -> Json:
     """The arguments of `flos` that a model decides: dense_params (elements of the matrices of layers and head that
     multiply a token, without tables that are looked up and experts that it does not go to), those of them that are
     frozen, heads, head_dim, layers, and windows: a sliding window, and how many layers have it.

@@ -165,14 +165,19 @@ def _keys(call: LayerCall, most: Keys) -> Keys:
     return replace(most, width=0, value_width=0) if stateful else most
 
 
+def layer_name(index: int | str, layer: nn.Module) -> str:
+    """A layer in messages, by its place and its class."""
+    return f"layer {index} ({type(layer).__name__})"
+
+
 def _not_by_blocks(layers: Sequence[nn.Module], calls: Sequence[LayerCall]) -> str:
     """Why a layer cannot run on some of the tokens, by its calls in a dry run; empty where all can."""
     attended = Counter(call.layer for call in calls for _ in call.attention)
     for i, layer in enumerate(layers):
         if attended[layer] > 1:
-            return f"layer {i} ({type(layer).__name__}) calls attention more than once"
+            return f"{layer_name(i, layer)} calls attention more than once"
         if any(has_indexer(m) for m in layer.modules()):
-            return f"layer {i} ({type(layer).__name__}) {WHY_WHOLE}"
+            return f"{layer_name(i, layer)} {WHY_WHOLE}"
     return ""
 
 
@@ -282,7 +287,7 @@ def with_window(kwargs: dict[str, Any], untold: int | None) -> dict[str, Any]:
 def check_attention(module: nn.Module, mask: Any, dropout: float, kwargs: dict[str, Any]) -> None:
     """Refuse what only a call shows: `kwargs` is what the layer hands to its attention besides q, k and v."""
     index = getattr(module, "layer_idx", None)
-    where = f"layer {'?' if index is None else index} ({type(module).__name__})"
+    where = layer_name("?" if index is None else index, module)
     if mask is not None:
         raise ValueError(
             f"{where} makes an attention mask by itself, and masks of the whole sequence are not supported"

@@ -73,7 +73,7 @@ def attach_vision(handle: Handle) -> None:
     original = inner.get_image_features
 
     def get_image_features(*args: Any, **kwargs: Any) -> Any:
-        out, state = original(*args, **kwargs), None if handle.plain else handle.state
+        out, state = original(*args, **kwargs), handle.state
         plan = None if state is None else _plan_of(handle, state)
         return out if plan is None else _travelled(out, plan, handle.attention.exchange)
 
@@ -85,7 +85,10 @@ def attach_vision(handle: Handle) -> None:
 
 
 def tower_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules that make features of images: what is neither in the decoder, nor around it, nor the head."""
+    """The modules that make features of images, where the model can read them: what is neither in the decoder, nor
+    around it, nor the head."""
+    if image_layout(model) is None:
+        return []
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     text = {*decoder.modules(), *([] if head is None else head.modules())}
     return [m for m in model.modules() if m not in text and not text & {*m.modules()}]
@@ -199,7 +202,7 @@ def _checkpointed(handle: Handle, layer: nn.Module, original: Callable[..., Any]
     first = next(iter(inspect.signature(original).parameters))
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if handle.plain or handle.state is None or not torch.is_grad_enabled():
+        if handle.state is None or not torch.is_grad_enabled():
             return original(*args, **kwargs)
         x, args = (args[0], args[1:]) if args else (kwargs.pop(first), ())
         trains = any(p.requires_grad for p in layer.parameters())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from alstlib.base.config import FIELDS, RunConfig
 from alstlib.base.mesh import accelerator, own_device
-from alstlib.base.options import check_names
+from alstlib.base.options import Json, check_names
 from alstlib.base.sizing import zero_bucket
 
 ON_DISK = 100_000_000
@@ -42,7 +42,7 @@ def zero_config(model: torch.nn.Module, **fields: Any) -> dict[str, Any]:
     check_names(fields, where, "field of zero_config")
     run = RunConfig.from_dict({where[name]: value for name, value in {"offload_optimizer": False, **fields}.items()})
     bf16 = next(model.parameters()).dtype == torch.bfloat16
-    config = engine_config(run, sizes_of(model), bf16)
+    config = engine_config(run, sizes_of(model.parameters()), bf16)
     check_files(config)
     return config
 
@@ -51,6 +51,11 @@ def on_nvme(config: Mapping[str, Any]) -> list[str]:
     """What a configuration of DeepSpeed offloads to a disk: offload_optimizer, offload_param."""
     zero = config.get("zero_optimization") or {}
     return [name for name in ("offload_optimizer", "offload_param") if (zero.get(name) or {}).get("device") == "nvme"]
+
+
+def sizes_of(parameters: Iterable[Any]) -> list[int]:
+    """Elements of each parameter, of whole ones and of those that ZeRO-3 has partitioned."""
+    return [getattr(p, "ds_numel", p.numel()) for p in parameters]
 
 
 def check_files(config: Mapping[str, Any]) -> None:
@@ -119,12 +124,7 @@ def _align_gradients() -> None:
     swapper._adjust_for_misaligned_lengths = aligned
 
 
-def sizes_of(model: torch.nn.Module) -> list[int]:
-    """The elements of each parameter, partitioned already or whole."""
-    return [getattr(p, "ds_numel", p.numel()) for p in model.parameters()]
-
-
-def engine_config(run: RunConfig, sizes: Sequence[int], bf16: bool) -> dict[str, Any]:
+def engine_config(run: RunConfig, sizes: Sequence[int], bf16: bool) -> Json:
     """DeepSpeed's configuration for a run of a model whose parameters have these `sizes`.
 
     Buckets are sized on purpose (`sizing.zero_bucket`): DeepSpeed's default is a buffer of 1 to 2 GB on every
@@ -132,7 +132,7 @@ def engine_config(run: RunConfig, sizes: Sequence[int], bf16: bool) -> dict[str,
     (`causal_lm_loss`).
     """
     bucket = zero_bucket(sum(sizes))
-    zero: dict[str, Any] = {
+    zero: Json = {
         "stage": run.engine.zero_stage,
         "reduce_bucket_size": bucket,
         "contiguous_gradients": True,

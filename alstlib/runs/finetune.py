@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from alstlib.base.config import RunConfig, merged, nearest_path
+from alstlib.base.config import RunConfig, check_path, merged
 from alstlib.hf.configs import check_model
 from alstlib.planner import devices
 from alstlib.planner.command import fields_of
@@ -49,8 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_of(args: argparse.Namespace) -> RunConfig:
     """The run that the options describe, resolved for this machine."""
     model, data = Path(args.model).expanduser(), Path(args.data).expanduser()
-    if not data.exists() and (data.suffix or args.data.startswith((".", "/", "~"))):
-        raise ValueError(f"data='{args.data}' does not exist; {nearest_path(data)}")
+    check_path("data", args.data, local=bool(data.suffix))
     changes = fields_of(args.set, "--set")
     trainer = {"lr_scheduler_type": "cosine", "packing_strategy": "bfd_split", "eval_steps": 0.1}
     if "optim.steps" not in changes:

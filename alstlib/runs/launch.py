@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import signal
 import subprocess
 import time
@@ -117,8 +116,8 @@ class _Run:
     """One run: what was in the folder before it, its attempts, and what came of it."""
 
     def __init__(
-        self, config: RunConfig, out: Path, worker: str = "", on_progress: Callable[..., None] | None = None,
-        nodes: Nodes = ONE_NODE, env: Mapping[str, str] | None = None, limit: Limit = (math.inf, "no time limit"),
+        self, config: RunConfig, out: Path, worker: str, on_progress: Callable[..., None] | None, nodes: Nodes,
+        env: Mapping[str, str] | None, limit: Limit,
     ) -> None:  # fmt: skip
         self.config, self.out, self.launcher, self.limit = config, out, nodes.launcher, limit
         self.on_progress = on_progress or (lambda event: None)

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from alstlib.base.options import Json
+
 FILE = ".lock"
 PATIENCE_SECONDS = 0.5
 """How long a lock is asked for again: `holder` takes it for a moment."""
@@ -43,7 +45,7 @@ def hold(folder: Path) -> Iterator[Callable[..., None]]:
                 )
             time.sleep(0.05)
         since = datetime.datetime.now().astimezone().isoformat(" ", timespec="seconds")  # with its zone
-        about: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
+        about: Json = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
 
         def note(**fields: Any) -> None:
             about.update(fields)
@@ -55,7 +57,7 @@ def hold(folder: Path) -> Iterator[Callable[..., None]]:
         yield note
 
 
-def holder(folder: Path) -> dict[str, Any] | None:
+def holder(folder: Path) -> Json | None:
     """What is known about the process that holds a folder (`pid`, `host`, `since` and its notes); None when none does.
 
     The lock decides, so a process that was killed holds nothing.
@@ -84,7 +86,7 @@ def _lock(file: Any, kind: int) -> bool:
     return True
 
 
-def read_object(path: Path) -> dict[str, Any] | None:
+def read_object(path: Path) -> Json | None:
     """The JSON object in a file; None where there is none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from alstlib.base.config import GROUPS, RunConfig, merged, row_config
-from alstlib.base.options import check_names
+from alstlib.base.options import Json, check_names
 
 KNOWN = (*RunConfig.model_fields, "config", "out", "force", "worker")
 """Parameters of a notebook that starts a run: the run's groups and fields, and what the notebook itself reads."""
@@ -44,7 +44,7 @@ class Parameters:
         values = {name: cell[name] for name in RunConfig.model_fields if name in cell and name != "row"}
         whole = {name: value for name, value in values.items() if not isinstance(value, SimpleNamespace)}
 
-        def changed(fields: dict[str, Any]) -> RunConfig:
+        def changed(fields: Json) -> RunConfig:
             for change in (dict(_fields("", self.groups)), whole, cell.get("config") or {}):
                 fields = merged(fields, change)
             return RunConfig(**fields)

@@ -24,10 +24,9 @@ from pydantic import AfterValidator, BaseModel, ValidationError
 from pydantic_core import to_json
 
 from alstlib.base.config import FIELDS, PAPER_ROWS, ROWS, RunConfig, flat
+from alstlib.base.options import Json
 from alstlib.base.units import format_bytes, format_seconds, format_tokens
 
-Json = dict[str, Any]
-"""A JSON object: a result, its metrics or its error, or a row of a table."""
 SCHEMA_VERSION = 1
 Status = Literal["ok", "oom", "timeout", "cancelled", "error"]
 STATUSES: tuple[str, ...] = get_args(Status)

@@ -51,14 +51,11 @@ def _stacks() -> list[str]:
     return sorted(path.stem.replace("_", "-") for path in files if not path.stem.startswith("plain"))
 
 
-WORKER = "alstlib.planner.measure.verify"
-
-
-def on_rank(worker: str, question: Json) -> Json:
+def on_rank(question: Json) -> Json:
     """What a rank does; it needs torch."""
-    import importlib
+    from alstlib.planner.measure import verify
 
-    return importlib.import_module(worker).verify(question)
+    return verify.verify(question)
 
 
 def judge_stack(args: argparse.Namespace) -> int:
@@ -96,7 +93,7 @@ def verify(args: argparse.Namespace) -> int:
         print(f"{args.model}: a step of a small model on {ranks} is compared with plain transformers", flush=True)
     began = time.monotonic()
     try:
-        answer = together(run_on_ranks(on_rank, args.sp, WORKER, question))
+        answer = together(run_on_ranks(on_rank, args.sp, question))
     except RuntimeError as e:  # a rank ended, or waited for another that did not come
         answer = {"cases": [], "failed": str(e).strip()}
     answer = {**question, **answer, "seconds": round(time.monotonic() - began, 1)}

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from alstlib.base.config import RunConfig, value_of
-from alstlib.base.options import plain_value
 from alstlib.base.sizing import cores
 from alstlib.hf.configs import check_model
 from alstlib.hf.public_models import SHAPES
@@ -65,9 +64,7 @@ def check(run: RunConfig, worker: str) -> None:
     (other,) = set(TRAINING) - {worker}
     for name in ONLY[other]:
         if (value := value_of(run, name)) != value_of(default, name):
-            raise ValueError(
-                f"{name}={plain_value(value)!r} is a field of the worker {other}, but this run's worker is {worker}"
-            )
+            raise ValueError(f"{name}={value!r} is a field of the worker {other}, but this run's worker is {worker}")
     if run.model.bits is not None:
         raise ValueError(
             f"model.bits={run.model.bits} is planned only: a script of your own loads such a model (bitsandbytes), and "

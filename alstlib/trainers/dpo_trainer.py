@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from alstlib.base.units import IGNORE
+from alstlib.data.shard import Batch
 from alstlib.hf.token_logps import token_logps
 from alstlib.trainers.logps_trainer import LogpsMixin, whole_samples
 from alstlib.trainers.trainer_checks import check_preferences
@@ -96,7 +97,7 @@ class DPOTrainerMixin(LogpsMixin):
         return functools.partial(_score, model, inputs, self)
 
     def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+        self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:  # fmt: skip
         me: Any = self
         pairs, known = self._pairs(inputs), self.precompute_ref_logps
@@ -121,7 +122,7 @@ class DPOTrainerMixin(LogpsMixin):
     # ----- evaluation
 
     def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+        self, model: nn.Module, inputs: Batch, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Loss of a replica's pairs."""
         if not prediction_loss_only:

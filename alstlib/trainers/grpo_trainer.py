@@ -19,12 +19,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from alstlib.base.mesh import from_all
 from alstlib.base.recompute import own_random
 from alstlib.base.units import IGNORE
+from alstlib.data.shard import Batch
 from alstlib.hf.token_logps import TokenLogps, token_logps
 from alstlib.trainers.logps_trainer import LogpsMixin, whole_samples
 from alstlib.trainers.trainer import TrainerMixin
@@ -84,7 +85,7 @@ class GRPOTrainerMixin(LogpsMixin):
         base: Any = super(TrainerMixin, self)
         return base.get_batch_samples(*args, **kwargs)
 
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(self, model: nn.Module, inputs: Batch, *args: Any, **kwargs: Any) -> Any:
         base: Any = super(TrainerMixin, self)
         with self._replicas_once():
             if self.trees is None:
@@ -128,21 +129,22 @@ class GRPOTrainerMixin(LogpsMixin):
     def _of_group(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
         """Tensors [n, ...] of this rank as those [sp * n, ...] of the ranks of its group, in their order: prompts are
         padded on the left and all else on the right. Numbers stay."""
-        parts: list[Any] = [{name: t.cpu() for name, t in own.items()}]
-        if self.ctx.sp > 1:
-            parts, (mine,) = [None] * self.ctx.sp, parts
-            dist.all_gather_object(parts, mine, group=self.ctx.sp_group)
+        from trl.trainer.utils import pad
+
+        mine = {name: t.cpu() for name, t in own.items()}
+        parts = [mine] if self.ctx.sp == 1 else from_all(mine, self.ctx.sp_group)
         me: Any = self
-        pad = me._tokenizer.pad_token_id
-        fills = {"prompt_ids": pad, "completion_ids": pad, "tool_mask": 1}
+        padding = me._tokenizer.pad_token_id
+        fills = {"prompt_ids": padding, "completion_ids": padding, "tool_mask": 1}
         made = {}
         for name, t in own.items():
             values = [part[name] for part in parts]
-            longest = max(v.shape[-1] for v in values) if t.ndim == 2 else 0
-            missing = [longest - v.shape[-1] if t.ndim == 2 else 0 for v in values]
-            sides = [(n, 0) if name.startswith("prompt_") else (0, n) for n in missing]
-            rows = [F.pad(v, side, value=fills.get(name, 0)) if any(side) else v for v, side in zip(values, sides)]
-            made[name] = (torch.cat(rows) if t.ndim else rows[0]).to(t.device)
+            if t.ndim == 2:
+                side = "left" if name.startswith("prompt_") else "right"
+                whole = pad([row for rows in values for row in rows], fills.get(name, 0), side)
+            else:
+                whole = torch.cat(values) if t.ndim else values[0]
+            made[name] = whole.to(t.device)
         return made
 
     # ----- log-probabilities

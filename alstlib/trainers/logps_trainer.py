@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -105,16 +105,10 @@ class LogpsMixin(TrainerMixin):
             self.reference_handle.detach()
         return super().detach()
 
-    @contextlib.contextmanager
-    def _replicas_once(self) -> Iterator[None]:
+    def _replicas_once(self) -> contextlib.AbstractContextManager[Any]:
         """Inside, what the Trainer gathers for its metrics comes from each replica once, and not from each rank."""
-        accelerator: Any = self.accelerator
-        accelerator.gather = functools.partial(self._gather_replicas, repeated=True)
-        accelerator.gather_for_metrics = self._gather_replicas
-        try:
-            yield
-        finally:
-            del accelerator.gather, accelerator.gather_for_metrics
+        repeated = functools.partial(self._gather_replicas, repeated=True)
+        return mock.patch.multiple(self.accelerator, gather=repeated, gather_for_metrics=self._gather_replicas)
 
 
 def whole_samples(own: Tensor, ctx: SPContext) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
+from alstlib.base.recompute import own_random
 from alstlib.hf.handle import Handle
 
 
@@ -26,11 +27,9 @@ class SharedOrder(Sampler):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        training = torch.get_rng_state()
-        torch.default_generator.manual_seed(self.seed + self.epoch)
-        order = list(self.sampler)
-        torch.set_rng_state(training)
-        return iter(order)
+        with own_random(torch.device("cpu")):
+            torch.default_generator.manual_seed(self.seed + self.epoch)
+            return iter(list(self.sampler))
 
 
 def spread_neftune(handle: Handle) -> Any:

@@ -34,7 +34,7 @@ from torch.utils.data import RandomSampler
 from transformers.utils import TransformersKwargs
 
 from alstlib.base.mesh import SPContext
-from alstlib.base.options import Options
+from alstlib.base.options import Json, Options
 from alstlib.base.units import IGNORE
 from alstlib.data.agreement import share_step
 from alstlib.data.images import IMAGE_KEYS, ImageLayout
@@ -42,6 +42,7 @@ from alstlib.data.shard import KEYS, SLICED, Batch, documents_of
 from alstlib.hf.attach import apply
 from alstlib.hf.causal_lm_loss import causal_lm_loss
 from alstlib.hf.handle import Handle
+from alstlib.hf.inputs import PACKED
 from alstlib.hf.models import flop_dimensions, flos, mfu
 from alstlib.hf.token_logps import OverRanks
 from alstlib.hf.vision import never_trained
@@ -64,9 +65,6 @@ else:
     Base = object
 
 log = logging.getLogger(__name__)
-
-REDUNDANT = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""What collators say about documents a second time, beside position_ids that start again."""
 
 
 class TrainerMixin(Base):
@@ -114,7 +112,7 @@ class TrainerMixin(Base):
         """The model's FLOPs of the steps so far: of the samples of this rank's group, without padding and recompute
         (`models.flos`); 0 of a model that reads images."""
         self._flops_logged = 0.0
-        self._dimensions: dict[str, Any] = {}
+        self._dimensions: Json = {}
 
     # ----- the mesh
 
@@ -228,7 +226,7 @@ class TrainerMixin(Base):
     def _share(self, batches: Iterable[Any]) -> list[Any]:
         lengths: list[int] = []
 
-        def rows() -> Iterator[dict[str, Any]]:
+        def rows() -> Iterator[Batch]:
             for batch in batches:
                 yield (read := self._known(batch))
                 lengths.append(len(read["input_ids"][0]))
@@ -244,16 +242,16 @@ class TrainerMixin(Base):
     def _images(self) -> ImageLayout | None:
         return None if self.handle is None else self.handle.images
 
-    def _known(self, batch: Any) -> dict[str, Any]:
+    def _known(self, batch: Any) -> Batch:
         """A collator's batch without what says the same twice, and without what the model's forward does not take."""
         plain = without_adapters(self.model)
         model, model_config = type(plain), plain.config.get_text_config()
         known = (*TransformersKwargs.__annotations__, "shift_labels")  # what attention and loss find among all else
         keys = (*KEYS, *(IMAGE_KEYS if self._images else ()))
-        takes = {*keys, *REDUNDANT, *known, *inspect.signature(model.forward).parameters}
+        takes = {*keys, *PACKED, *known, *inspect.signature(model.forward).parameters}
         if dropped := [name for name in batch if name not in takes]:
             _say_once(f"{model.__name__} does not take {', '.join(dropped)} of the batch: left out of the inputs")
-        more = takes.difference(keys, REDUNDANT)
+        more = takes.difference(keys, PACKED)
         if lost := [name for name, value in batch.items() if name in more and value is not None]:
             raise ValueError(
                 f"{model.__name__} would read {', '.join(lost)} of the batch, but ranks that share a sample only read "
@@ -263,7 +261,7 @@ class TrainerMixin(Base):
             for text in advice(model_config, batch):
                 self._advised = True
                 log.warning(text)
-        twice = REDUNDANT if batch.get("position_ids") is not None else ()
+        twice = PACKED if batch.get("position_ids") is not None else ()  # documents, said a second time
         return {name: value for name, value in batch.items() if name in takes and name not in twice}
 
     def _items(self, inputs: Mapping[str, Any]) -> Any:
@@ -310,7 +308,7 @@ class TrainerMixin(Base):
             if names:
                 names += getattr(model, "_ddp_params_and_buffers_to_ignore", [])
                 DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
-        self.handle.prompts_are_whole()  # no slice ever reaches a callback that generates
+        self.handle.generates = True  # no slice ever reaches a callback that generates
 
     def detach(self) -> nn.Module:
         """Return the model as it was before training: taken out of the engine, with nothing attached."""
@@ -322,7 +320,7 @@ class TrainerMixin(Base):
     # ----- the loss
 
     def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+        self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:  # fmt: skip
         loss = self._loss(model, inputs, num_items_in_batch)
         return (loss, {"loss": loss}) if return_outputs else loss
@@ -397,7 +395,7 @@ class TrainerMixin(Base):
         return recursively_apply(gather, data)
 
     def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+        self, model: nn.Module, inputs: Batch, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Loss of a replica's batch (the mean over its valid tokens), and if asked for its logits [B, S, V], or what
         `preprocess_logits_for_metrics` makes of them, tile by tile: that must work token by token."""

@@ -52,9 +52,9 @@ def check_arguments(trainer: Any) -> None:
     several, fsdp = args.world_size > 1, getattr(accelerator.state, "fsdp_plugin", None)
     sharded = fsdp is not None or trainer.is_deepspeed_enabled
     check_files(deepspeed_config(trainer))
-    check_liger(args)
     unused = several and not sharded and options.checkpoint and bool(args.ddp_find_unused_parameters)
     rebalance = getattr(args, "train_sampling_strategy", None) == "batch_rebalance" and trainer.ctx.sp > 1
+    fused = args.use_liger_kernel and (args.liger_kernel_config or {}).get("fused_linear_cross_entropy", True)
     offloading, router = getattr(args, "activation_offloading", False), _router_loss(trainer)
     unweighted = not hasattr(trainer.model.config.get_text_config(), "router_aux_loss_coef")
     found = [
@@ -76,6 +76,9 @@ def check_arguments(trainer: Any) -> None:
          "leave it out: Options(checkpoint=True) does it"),
         (offloading, "activation_offloading=True", "use alst=alstlib.Options(offload=True)"),
         (router != 0 and unweighted, f"router_aux_loss_coef={router}", "use 0.0: the model's config has none"),
+        (fused, "use_liger_kernel=True with its fused loss",
+         "this replaces the model's forward with Liger's fused loss: write "
+         "liger_kernel_config={'fused_linear_cross_entropy': False}; the loss runs in tiles (Options.tiles)"),
     ]  # fmt: skip
     _refuse(found, "TrainerMixin")
 
@@ -177,14 +180,6 @@ def check_rollouts(trainer: Any) -> None:
         (router != 0, f"router_aux_loss_coef={router}", "use 0.0: log-probabilities have no load-balancing loss"),
     ]  # fmt: skip
     _refuse(found, "GRPOTrainerMixin")
-
-
-def check_liger(args: Any) -> None:
-    if args.use_liger_kernel and (args.liger_kernel_config or {}).get("fused_linear_cross_entropy", True):
-        raise ValueError(
-            "use_liger_kernel=True replaces the model's forward with Liger's fused loss: write "
-            "liger_kernel_config={'fused_linear_cross_entropy': False}; the loss runs in tiles (Options.tiles)"
-        )
 
 
 def offloads(args: Any) -> bool:

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from alstlib.base.config import RunConfig
+from alstlib.base.mesh import from_all
 from alstlib.base.reference import relative_error
 from alstlib.base.units import format_bytes
 from alstlib.hf import models
@@ -118,7 +119,7 @@ class Alone(Job):
         super().__init__(run, out)
         self.say(f"building {name}")
         self.stack = Stack(name, run, self.device, self.bf16)
-        self.pids = self.gather(os.getpid())
+        self.pids = from_all(os.getpid())
 
     def sample(self, length: int) -> dict[str, Tensor]:
         """Random tokens [1, S], the same on every rank."""
@@ -154,7 +155,7 @@ class Alone(Job):
         for handle in handles:
             handle.remove()
         errors = {} if self.run.engine.offload_params else self.gradient_error()
-        peaks = self.gather([self.peak(sample), stack.host_bytes()])
+        peaks = from_all([self.peak(sample), stack.host_bytes()])
         config, length = stack.model.config, sample["input_ids"].shape[1]
         layers = config.num_hidden_layers
         whole = stack.sequences * layers * config.num_attention_heads * length * (length + 1) // 2 / world
@@ -211,7 +212,7 @@ class Alone(Job):
 
         def peak(length: int) -> int:
             sample = self.sample(length)
-            most = max(self.gather(self.peak(sample)))
+            most = max(from_all(self.peak(sample)))
             self.say(f"{stack.name} at {length:,} tokens peaks {format_bytes(most)} over its start")
             return most
 

@@ -71,8 +71,7 @@ def on_pool(rank, world, question):
 def here(monkeypatch, pools):
     """The command's ranks are those of the tests, or this process where it is one."""
 
-    def run(function, ranks, worker, question):
-        assert worker == verify.__name__
+    def run(function, ranks, question):
         return on_ranks(pools, ranks, on_pool, question)
 
     monkeypatch.setattr(command, "run_on_ranks", run)

@@ -418,7 +418,7 @@ optim.trainer: {model_init_kwargs: {token: hf_x}} -> token in optim.trainer is a
 optim.trainer: {push_to_hub_token: hf_x}          -> set HF_TOKEN in the environment
 {model.lora: {r: 4}, output.save_to: x}           -> give output.merge_lora=True, which saves both
 {engine.offload_optimizer: nvme, engine.nvme_path: x, output.checkpoint_every: 5} -> would continue such a checkpoint
-search: true -> search={'granule': 256, 'max': None} is a field of the worker alstlib.runs.train.ablation
+search: true -> search=Search(granule=256, max=None) is a field of the worker alstlib.runs.train.ablation
 {}           -> alstlib.runs.train.finetune needs gone, absent: pip install 'alstlib[train,trainer]'
 """
 

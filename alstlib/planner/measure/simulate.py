@@ -31,7 +31,7 @@ from alstlib.base.mesh import join_fake
 from alstlib.base.sizing import TileRule, kernels_as_on, tiles_as_on
 from alstlib.hf import attach
 from alstlib.hf.models import load_model
-from alstlib.hf.vision import image_layout, tower_modules
+from alstlib.hf.vision import tower_modules
 from alstlib.kernels import blockwise
 from alstlib.linear.adapters import lightning
 from alstlib.linear.ways import StateLayer
@@ -258,7 +258,7 @@ def shard_of(ctx: alstlib.SPContext, tokens: int) -> dict[str, Any]:
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:
-    tower = {*tower_modules(model)} if image_layout(model) is not None else set()
+    tower = {*tower_modules(model)}
     return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer) and m not in tower]
 
 

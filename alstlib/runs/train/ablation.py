@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Sampler
 
 import alstlib
 from alstlib.base.config import RunConfig, Search
-from alstlib.base.mesh import accelerator
+from alstlib.base.mesh import accelerator, from_all
 from alstlib.contrib.sparse import Sparse, select_pages
 from alstlib.data.samples import Samples, collate, make_samples
 from alstlib.hf import models
@@ -86,7 +86,7 @@ class AblationRun(Training):
         self.budget = budget
         """Bytes of a rank's device that decide what fits. They are enforced where nothing is searched for."""
         self.ledger = Ledger(self.device, [self.handle.store], None if run.search else budget)
-        self.known = Trials(of_first(ProgressReader(self.progress.path).read() if run.search else [], self.device))
+        self.known = Trials(of_first(ProgressReader(self.progress.path).read() if run.search else []))
 
     def _collate(self, samples: Any) -> Json:
         batch = collate(samples)
@@ -156,7 +156,7 @@ class AblationRun(Training):
         self.ledger.start()
         self.length = seq_len
         self._trial(seq_len, 1)
-        peak = max(self.gather(self.ledger.device_peak))
+        peak = max(from_all(self.ledger.device_peak))
         self.progress.emit("tried", row=self.run.row, seq_len=seq_len, peak=peak, message="tried")
         return peak
 
@@ -256,9 +256,5 @@ class AblationRun(Training):
         save_model(self.handle, folder, self.tokenizer, Pace(self.say, "saving the model: gathering weights", 1.0))
 
 
-def main() -> None:
-    run_worker(__doc__, AblationRun)
-
-
 if __name__ == "__main__":
-    main()
+    run_worker(__doc__, AblationRun)

@@ -29,6 +29,7 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParam
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from alstlib.base.options import Json
 from alstlib.base.sizing import cores
 from alstlib.planner import devices
 from alstlib.runs import torchrun
@@ -105,7 +106,7 @@ def take_part(attempt: torchrun.Attempt) -> int:
     variables = attempt.environment()
     os.environ.clear()
     os.environ.update(variables)
-    end: dict[str, Any] = {"code": 1, "kind": "NodeFailed"}
+    end: Json = {"code": 1, "kind": "NodeFailed"}
     try:
         run.main(["--rdzv-backend", BACKEND, *numa_binding(), *attempt.arguments(rank)])
         end = {"code": 0}

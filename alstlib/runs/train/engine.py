@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ def initialize(
 
     operators.leave_out()
     told(f"starting DeepSpeed, ZeRO {run.engine.zero_stage}")
-    config, scheduler = engine_config(run, sizes_of(model), bf16), None
+    config, scheduler = engine_config(run, sizes_of(model.parameters()), bf16), None
     if run.optim.warmup_steps:  # not DeepSpeed's WarmupLR, whose first two steps have a rate of 0
 
         def scheduler(adam: Any) -> Any:
@@ -58,11 +58,6 @@ def take_step(engine: Any) -> bool:
 def adam_of(engine: Any) -> Any:
     """PyTorch's optimizer inside the engine's."""
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
-
-
-def count(parameters: Iterable[Any]) -> int:
-    """Elements of parameters, of those that ZeRO-3 partitions too."""
-    return sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
 
 
 def masters(engine: Any) -> list[Tensor]:

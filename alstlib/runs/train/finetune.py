@@ -34,7 +34,7 @@ from trl import SFTConfig, SFTTrainer
 
 import alstlib
 from alstlib.base.config import RunConfig
-from alstlib.base.mesh import SPContext
+from alstlib.base.mesh import SPContext, from_all
 from alstlib.base.options import check_names
 from alstlib.base.units import IGNORE
 from alstlib.data.agreement import Agreement
@@ -50,7 +50,7 @@ from alstlib.runs import locks, results
 from alstlib.runs.progress import Pace
 from alstlib.runs.results import Json, differences
 from alstlib.runs.train import operators
-from alstlib.runs.train.engine import count, host_tensors, reserve_adam_state
+from alstlib.runs.train.engine import host_tensors, reserve_adam_state
 from alstlib.runs.train.files import move_aside
 from alstlib.runs.train.resume import EQUAL, ended, ending, fields, finished, of_first, seconds_to_save
 from alstlib.runs.train.worker import Training, run_worker, wait_for
@@ -132,7 +132,7 @@ class FineTune(Training, TrainerCallback):
         data, others = self._documents()
         # of data that are tokens only the padding token is needed
         self.tokenizer = self.tokenizer or get_tokenizer("stdlib-bpe", vocab_size=min(self.vocabulary, 8192))
-        self.checkpoint, notes = of_first(None if self.rank else self._last_checkpoint(), self.device)
+        self.checkpoint, notes = of_first(None if self.rank else self._last_checkpoint())
         self.notes += notes
         self.trainer = self._trainer(data, others)
         self.trainer.add_callback(self)
@@ -223,7 +223,7 @@ class FineTune(Training, TrainerCallback):
                 if account.trains(document):
                     mine.append((number, len(document.ids)))
                 pace(number + 1)
-        told = self.gather([mine, account.useless])
+        told = from_all([mine, account.useless])
         read, useless = (sorted(map(tuple, itertools.chain(*parts))) for parts in zip(*told))
         account.rows, account.useless = rows, useless
         long = [f"row {number + 1}, of {size:,} tokens" for number, size in read if size > limit]
@@ -243,7 +243,7 @@ class FineTune(Training, TrainerCallback):
         zero = self.engine.startswith("zero")
         if zero:
             operators.leave_out()
-        deepspeed = engine_config(self.with_files() if zero else run, sizes_of(unplaced.model), self.bf16)
+        deepspeed = engine_config(self.with_files() if zero else run, sizes_of(unplaced.model.parameters()), self.bf16)
         check_files(deepspeed if zero else {})
         place(unplaced, deepspeed if zero else {"zero_optimization": {"stage": 0}})
         own = {} if self.images is None else {"packing": False, "remove_unused_columns": False}
@@ -311,8 +311,8 @@ class FineTune(Training, TrainerCallback):
             "eval_loss": logged("eval_loss", of="eval_loss"),
             "eval_steps": logged("step", of="eval_loss"),
             "engine": self.engine,
-            "parameters": count(parameters),
-            "trained_parameters": count(p for p in parameters if p.requires_grad),
+            "parameters": sum(sizes_of(parameters)),
+            "trained_parameters": sum(sizes_of(p for p in parameters if p.requires_grad)),
             "saved_to": run.output.save_to,
             "loaded_by": auto_class(trainer.handle.model.config, self.images is not None).__name__,
         }
@@ -362,8 +362,7 @@ class FineTune(Training, TrainerCallback):
         if state.global_step >= state.max_steps:
             control.should_evaluate = control.should_evaluate or self.run.data.eval is not None
         elif self.run.output.checkpoint_every:
-            needs = 1.2 * max(self.seconds[-10:]) + 2 * self.saving + 1
-            self.ending = ending(self.out, needs, self.device)
+            self.ending = ending(self.out, max(self.seconds[-10:]), self.saving)
             if self.ending:
                 control.should_save = control.should_training_stop = True
         if not control.should_log:
@@ -397,9 +396,5 @@ class FineTune(Training, TrainerCallback):
         )  # fmt: skip
 
 
-def main() -> None:
-    run_worker(__doc__, FineTune)
-
-
 if __name__ == "__main__":
-    main()
+    run_worker(__doc__, FineTune)

@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from alstlib.base.config import RunConfig
-from alstlib.base.mesh import accelerator
+from alstlib.base.mesh import accelerator, from_all
+from alstlib.base.options import Json
 from alstlib.base.sizing import cores, host_free
 from alstlib.kernels.attention import attention_backward, attention_forward
 from alstlib.kernels.backends import choose_backend
@@ -94,15 +95,15 @@ class MeasureRates(Job):
             found.append(time.perf_counter() - began)
         return statistics.median(found[1:])
 
-    def __call__(self) -> dict[str, Any]:
+    def __call__(self) -> Json:
         began = time.monotonic()
         rates: dict[str, list[float]] = {}
         for i, measure in enumerate((self.matmul, self.attention, self.copies, self.adam, self.disk, self.collectives)):
             self.say(f"measurement {i + 1} of 6: {measure.__name__}")
             for key, value in measure().items():
-                rates[key] = self.gather(value)
+                rates[key] = from_all(value)
         links = self.links()
-        hosts = self.gather(f"{socket.gethostname()} {self._numa()}")
+        hosts = from_all(f"{socket.gethostname()} {self._numa()}")
         free, here = host_free(), self.here
         nvidia = self.device.type == "cuda"  # others have no such numbers of what they can
         return {
@@ -111,8 +112,8 @@ class MeasureRates(Job):
             "capability": torch.cuda.get_device_capability(self.device)[0] if nvidia else 0,
             "ranks": self.world, "ranks_of_node": self.local, "nodes": node_count(self.world),
             "gpu_memory": None if here is None else here.get_device_properties(self.device).total_memory,
-            "host_memory": None if free is None else min(self.gather(free)),
-            "overheads": {name: max(self.gather(nbytes)) for name, nbytes in self.gone.items()},
+            "host_memory": None if free is None else min(from_all(free)),
+            "overheads": {name: max(from_all(nbytes)) for name, nbytes in self.gone.items()},
             "rates": rates, "links": links, "places": hosts, "seconds": time.monotonic() - began,
             "torch": torch.__version__, "cuda": torch.version.cuda, "driver": _driver() if self.gpu else None,
             "cores": cores(),
@@ -167,7 +168,7 @@ class MeasureRates(Job):
         file, found = DiskFile(folder), dict[str, float]()
         memory = torch.frombuffer(mmap.mmap(-1, DISK_BYTES), dtype=torch.uint8)
         memory.random_()
-        if min(self.gather(file.room())) < 4 * DISK_BYTES or not all(self.gather(file.direct)):
+        if min(from_all(file.room())) < 4 * DISK_BYTES or not all(from_all(file.direct)):
             return {}  # the page cache would be measured
         file.allocate(3 * DISK_BYTES)
         for name, move in (("disk_write", file.write), ("disk_read", file.fill)):
@@ -211,7 +212,7 @@ class MeasureRates(Job):
                 sender: partial(dist.send, x, receiver),
                 receiver: partial(dist.recv, x, sender),
             }
-            found.append(x.numel() * 4 / max(self.gather(self.seconds(passes_on.get(self.rank, lambda: None)))))
+            found.append(x.numel() * 4 / max(from_all(self.seconds(passes_on.get(self.rank, lambda: None)))))
         return found
 
     def _numa(self) -> str:

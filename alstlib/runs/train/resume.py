@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from alstlib.base.config import FIELDS, RunConfig, flat
-from alstlib.base.mesh import gather_json
+from alstlib.base.mesh import from_all
+from alstlib.hf.zero_config import sizes_of
 from alstlib.planner.preflight import SLOW_DISK
 from alstlib.runs import results
 from alstlib.runs.processes import WARNED, seconds_left
 from alstlib.runs.results import Json, differences
-from alstlib.runs.train.engine import count
 
 EQUAL = tuple(
     name
@@ -35,13 +35,13 @@ class Warned(InterruptedError):
 
 def seconds_to_save(model: Any) -> float:
     """About how long it takes to write a model's fp32 weights and moments, for want of a measurement."""
-    return 12 * count(model.parameters()) / SLOW_DISK
+    return 12 * sum(sizes_of(model.parameters())) / SLOW_DISK
 
 
-def ending(out: Path, seconds: float, device: Any) -> type[Exception] | None:
-    """Exception to raise because a step of so many seconds, with what follows it, may not begin; the same on every
-    rank."""
-    late, warned = of_first([seconds_left() < seconds, (out / WARNED).exists()], device)
+def ending(out: Path, step: float, saving: float) -> type[Exception] | None:
+    """Exception to raise because a step may not begin that takes so many seconds, and its state so many to save; the
+    same on every rank."""
+    late, warned = of_first([seconds_left() < 1.2 * step + 2 * saving + 1, (out / WARNED).exists()])
     return Warned if warned else Timeout if late else None
 
 
@@ -54,9 +54,9 @@ def ended(why: type[Exception], run: RunConfig, step: int, folder: Path) -> Exce
     )
 
 
-def of_first(answer: Any, device: Any) -> Any:
-    """Rank 0's answer, on every rank; anything that JSON holds."""
-    return gather_json(answer, device)[0]
+def of_first(answer: Any) -> Any:
+    """Rank 0's answer, on every rank."""
+    return from_all(answer)[0]
 
 
 def fields(run: RunConfig) -> Json:

@@ -24,7 +24,7 @@ from torch.distributed import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
 from alstlib.base.config import RunConfig
-from alstlib.base.mesh import accelerator, gather_json
+from alstlib.base.mesh import accelerator, from_all
 from alstlib.offload.host_store import host_available
 from alstlib.runs.results import Json, differences
 from alstlib.runs.train.files import SCHEMA_VERSION, OtherState, Writer, check, move_aside, read_state, states_in
@@ -78,7 +78,7 @@ class RunStates:
             return
         last, ends = step == self.run.optim.steps, None
         if not last:
-            ends = ending(self.out, 1.2 * seconds + 2 * self.seconds + 1, self.device)
+            ends = ending(self.out, seconds, self.seconds)
         if ends or step % every == 0:
             self.save(step, loader.state_dict(), history)
         if ends or last:
@@ -141,7 +141,7 @@ class RunStates:
         """Put engine and loader where an earlier attempt was; returns the `history` that it saved."""
         output, found, begins = self.run.output, None, "output.resume_from"
         again = finished(self.out, self.run, (*EQUAL, "optim.steps", begins))
-        left, again = of_first([bool(states_in(self.folder)), again], self.device)
+        left, again = of_first([bool(states_in(self.folder)), again])
         if left and not again and output.resume == "auto":
             try:
                 found, left = self.load(self.folder, begins), False
@@ -183,7 +183,7 @@ class RunStates:
                 check(place / rank["file"], rank["checksum"])
         except ValueError as e:
             problem = [f"the training state in {folder}: {e}", isinstance(e, OtherState)]
-        for told in gather_json(problem, self.device):
+        for told in from_all(problem):
             if told:
                 raise (OtherState if told[1] else ValueError)(told[0])
         held.load(place, state)

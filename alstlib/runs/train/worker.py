@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from alstlib.base.config import RunConfig
-from alstlib.base.mesh import SPContext, accelerator, gather_json, join_fake, own_device, take_device
+from alstlib.base.mesh import SPContext, accelerator, from_all, join_fake, own_device, take_device
 from alstlib.data.corpus import get_tokenizer, has_tokenizer, load_corpus
 from alstlib.data.formats import only_tokens
 from alstlib.hf.models import model_config
@@ -142,16 +142,12 @@ class Job:
     def say(self, message: str, **fields: Any) -> None:
         self.progress.emit("load", row=self.run.row, message=message, **fields)
 
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in the order of ranks: anything that JSON holds."""
-        return gather_json(value, self.device)
-
     def measured(self, ledger: Any, handle: Any) -> Json:
         """What every worker's result has: peaks of each rank, the attention kernel and notes."""
-        devices, hosts = zip(*self.gather([ledger.device_peak, ledger.host_peak]))
+        devices, hosts = zip(*from_all([ledger.device_peak, ledger.host_peak]))
         disk: Json = {}
         if isinstance(handle.store, DiskStore):
-            disk = {"disk_peak_bytes": self.gather(handle.store.file.peak)}
+            disk = {"disk_peak_bytes": from_all(handle.store.file.peak)}
         return {
             "device_peak_bytes": list(devices),
             "host_peak_bytes": list(hosts),
@@ -190,7 +186,7 @@ class Training(Job):
         that is not there is not made yet: a run that fails leaves none."""
         folder = Path(self.run.output.save_to or self.out).absolute()
         there = next(place for place in (folder, *folder.parents) if place.exists())
-        if not of_first(there.is_dir() and os.access(there, os.W_OK), self.device):
+        if not of_first(there.is_dir() and os.access(there, os.W_OK)):
             raise OSError(f"save_to='{self.run.output.save_to}' cannot be written to")
 
     def _tokenizer(self) -> Any:
