@@ -3,7 +3,7 @@ returns.
 
 What `launch` is to a whole run, this is to a lesson's or a user's own few lines: no configuration, no result.json.
 Imports no torch: the ranks do. Where it is safe, they are forked from one process that has imported what the function
-imports, because importing PyTorch and transformers costs each process five seconds of a core.
+imports, because PyTorch and transformers take each process more than four seconds of a core.
 """
 
 from __future__ import annotations
