@@ -1,12 +1,11 @@
 """A notebook's function on real ranks: answers in order, failures with their traceback, nothing left behind."""
 
 import linecache
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from cases import check_refused, make_file
+from cases import check_refused
 
 from alstlib.runs.spawn import run_on_ranks
 
@@ -35,15 +34,6 @@ def hangs(folder, fails):
     time.sleep(600)
 
 
-def imports():
-    import os
-
-    import at_once
-    import lazy
-
-    return at_once.process, lazy.process, os.getpid()
-
-
 def left(folder):
     """Processes of the ranks that still live."""
     return [path.name for path in folder.iterdir() if Path(f"/proc/{path.read_text()}").exists()]
@@ -66,23 +56,6 @@ def test_a_failure_names_its_rank_and_nothing_is_left(tmp_path):
     with pytest.raises(RuntimeError, match=r"(?s)ranks \[1\] failed; .*KeyError: 'gone'"):
         run_on_ranks(hangs, 2, str(tmp_path), [1])
     assert left(tmp_path) == []
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="ranks import by themselves")
-def test_what_the_function_imports_is_imported_once_for_all_ranks(tmp_path, monkeypatch):
-    """Also what a module imports only when it is asked for it; what cannot be imported fails on the ranks."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    process = "import os\nprocess = os.getpid()\n"
-    make_file(tmp_path / "at_once.py", process)
-    make_file(tmp_path / "asked.py", process)
-    make_file(tmp_path / "lazy.py", "def __getattr__(name):\n    import asked\n    return asked.process\n")
-    first, second = run_on_ranks(imports, 2)
-    assert first[:2] == second[:2]
-    assert first[2] != second[2]
-    (tmp_path / "at_once.py").write_text("import nowhere")
-    with pytest.raises(RuntimeError, match=r"(?s)ranks \[[01]\] failed; .*No module named 'nowhere'"):
-        run_on_ranks(imports, 2)
 
 
 @pytest.mark.slow
