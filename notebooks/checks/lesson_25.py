@@ -121,6 +121,6 @@ EXERCISES = {
             "The first query sees one key, the second two, and so on: add them up for one text.",
             "A text of n tokens has n (n + 1) / 2 pairs: divide the long text's by 16 times a short one's.",
         ),
-        mistakes=(lambda: 16, lambda: 256, lambda: 1),
+        mistakes=(lambda: 256, lambda: 1),
     ),
 }

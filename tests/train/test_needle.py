@@ -7,7 +7,7 @@ import needle
 import numpy as np
 import pytest
 from cases import run_with
-from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerFast
 
 from alstlib.base.config import RunConfig
 from alstlib.base.units import IGNORE
@@ -50,7 +50,7 @@ def test_distances_are_spread_over_the_length():
 def test_words_are_tokens_and_come_back():
     assert len(set(needle.WORDS)) == len(needle.WORDS)
     ids = needle.text(64, np.random.default_rng(0))["input_ids"].tolist()
-    for tokenizer in (needle.get_tokenizer(), AutoTokenizer.from_pretrained(BASE)):
+    for tokenizer in (needle.get_tokenizer(), PreTrainedTokenizerFast.from_pretrained(BASE)):
         assert tokenizer(tokenizer.decode(ids))["input_ids"] == ids
 
 
