@@ -80,7 +80,7 @@ def text(length: int, rng: np.random.Generator, learn: bool = False) -> dict[str
 
 
 def get_tokenizer() -> Any:
-    """The tokenizer of these texts. `PreTrainedTokenizerFast` loads it from the base's folder too; `AutoTokenizer` takes
+    """The tokenizer of these texts. `PreTrainedTokenizerFast` loads it from the base's folder; `AutoTokenizer` takes
     Qwen2's own class for that model, which reads no such vocabulary."""
     made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token=EOS))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
