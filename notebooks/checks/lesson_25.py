@@ -1,4 +1,4 @@
-"""Lesson 25: how far labels look back, which angles are new, and what attention computes."""
+"""Lesson 25: how far labels look back, the theta that reaches a length, and what attention computes."""
 
 import math
 import random
@@ -56,38 +56,37 @@ def _from_the_answer(ids: Sequence[int], labels: Sequence[int]) -> list[int]:
     return [distance + 1 if distance else 0 for distance in _distances(ids, labels)]
 
 
-def _turns(theta: float, dim: int, i: int, distance: int) -> float:
-    return float(distance * theta ** (-2 * i / dim) / (2 * math.pi))
+def _first(theta: float, dim: int, trained: int, least: float = 2 * math.pi) -> int:
+    """The first pair that turns by less than `least` radians."""
+    return next(i for i in range(dim // 2) if trained * theta ** (-2 * i / dim) < least)
 
 
-def check_new_pairs(function: Callable[..., Any]) -> str:
+def check_theta(function: Callable[..., Any]) -> str:
     for theta, dim, trained, wanted in (
-        (1e5, 32, 2048, 32768), (2e6, 32, 2048, 32768), (1e4, 64, 4096, 8192), (5e5, 128, 8192, 131072),
-        (1e4, 16, 100_000, 200_000), (1e5, 32, 2048, 2048), (1e5, 32, 4096, 2048), (1e6, 6, 7, 8),
+        (1e5, 32, 2048, 32768), (1e4, 64, 4096, 8192), (5e5, 128, 8192, 131072), (1e6, 6, 7, 8), (1e4, 16, 300, 301),
     ):  # fmt: skip
-        want = 0
-        if wanted > trained:
-            want = sum(_turns(theta, dim, i, trained) < 1 for i in range(dim // 2))
-        got = function(theta, dim, trained, wanted)
+        pair = _first(theta, dim, trained)
+        want = theta * (wanted / trained) ** (dim / (2 * pair))
+        got = float(function(theta, dim, trained, wanted))
         what = f"theta={theta:,.0f}, dim={dim}, trained={trained:,}, wanted={wanted:,}"
-        assert got == want, f"{what}: {want} pairs of {dim // 2} meet new angles, not {got}"
-    return "a pair that has made a whole turn has met every angle"
+        assert math.isclose(got, want, rel_tol=1e-6), f"{what}: pair {pair} decides: {want:,.1f}, not {got:,.1f}"
+    return "the angle of that pair at the new distance is the one that it had at the old"
 
 
-def _in_radians(theta: float, dim: int, trained: int, wanted: int) -> int:
-    return 0 if wanted <= trained else sum(trained * theta ** (-2 * i / dim) < 1 for i in range(dim // 2))
+def _in_radians(theta: float, dim: int, trained: int, wanted: int) -> float:
+    return float(theta * (wanted / trained) ** (dim / (2 * max(1, _first(theta, dim, trained, 1.0)))))
 
 
-def _at_wanted(theta: float, dim: int, trained: int, wanted: int) -> int:
-    return sum(_turns(theta, dim, i, wanted) < 1 for i in range(dim // 2))
+def _in_proportion(theta: float, dim: int, trained: int, wanted: int) -> float:
+    return theta * wanted / trained
 
 
-def _always(theta: float, dim: int, trained: int, wanted: int) -> int:
-    return sum(_turns(theta, dim, i, trained) < 1 for i in range(dim // 2))
+def _last_pair(theta: float, dim: int, trained: int, wanted: int) -> float:
+    return float(theta * (wanted / trained) ** (dim / (dim - 2)))
 
 
-def _of_all_dimensions(theta: float, dim: int, trained: int, wanted: int) -> int:
-    return 2 * _always(theta, dim, trained, wanted) if wanted > trained else 0
+def _one_too_fast(theta: float, dim: int, trained: int, wanted: int) -> float:
+    return float(theta * (wanted / trained) ** (dim / (2 * max(1, _first(theta, dim, trained) - 1))))
 
 
 def check_ratio(function: Callable[[], Any]) -> str:
@@ -108,12 +107,13 @@ EXERCISES = {
         mistakes=(_first_place, _with_questions, _from_the_answer),
     ),
     2: Exercise(
-        check=check_new_pairs,
+        check=check_theta,
         hints=(
-            "Over a distance, pair i turns by distance * theta ** (-2 * i / dim), in radians.",
-            "A whole turn is 2 pi. Count the pairs that turn by less over `trained`; none where wanted <= trained.",
+            "Over a distance, pair i turns by distance * theta ** (-2 * i / dim) radians; a whole turn is 2 pi.",
+            "Find the first pair i with less than a whole turn. Its reach is trained * (new / theta) ** (2 * i / dim).",
+            "Solve that for the new theta: theta * (wanted / trained) ** (dim / (2 * i)).",
         ),
-        mistakes=(_in_radians, _at_wanted, _always, _of_all_dimensions),
+        mistakes=(_in_radians, _in_proportion, _last_pair, _one_too_fast),
     ),
     3: Exercise(
         check=check_ratio,

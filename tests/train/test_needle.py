@@ -106,3 +106,22 @@ def test_the_committed_base_is_small_and_right_at_2k():
     assert after["length"] == 2048
     assert after["accuracy"] > 0.95
     assert json.loads((BASE / "config.json").read_text())["max_position_embeddings"] == 2048
+
+
+def test_the_committed_runs_say_what_the_lesson_says():
+    """With three seeds: right at every distance after long texts; after as many tokens in short ones, only near."""
+    for seed in range(3):
+        for kind in ("32K", "2K"):
+            found = committed("needle", f"{kind}-{seed}")
+            (_, before), (short, after) = found["before"], found["after"]
+            assert (short["length"], after["length"]) == (2048, 32768)
+            assert sum(after["asked"]) == 2048
+            assert short["accuracy"] > 0.95
+            assert before["right"][-1] / before["asked"][-1] < 0.06
+            far = after["right"][-1] / after["asked"][-1]
+            if kind == "32K":
+                assert after["accuracy"] > 0.95
+                assert far > 0.9
+            else:
+                assert after["accuracy"] < 0.6
+                assert far < 0.06
