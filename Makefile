@@ -29,7 +29,7 @@ parity: setup ## train the same data with and without sequence parallelism, comp
 # The root is the checkout, so that notebooks can link to the README and the specs. The address that is printed, for
 # those without a browser here, is that of the landing notebook too. The file browser lists what a reader opens, and
 # not what the notebooks import.
-HELPERS := __pycache__ checks images layer_timeline.py step_profiles.py one_gpu.py
+HELPERS := __pycache__ checks images layer_timeline.py step_profiles.py one_gpu.py needle.py
 lab: setup ## open JupyterLab on the landing notebook: copies of the notebooks in work/, to run and to change
 	@$(BIN)/python notebooks/work.py
 	JUPYTER_PATH="$$(cd $(BIN)/.. && pwd)/share/jupyter$${JUPYTER_PATH:+:$$JUPYTER_PATH}" \

@@ -36,7 +36,7 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
-LESSONS = 24
+LESSONS = 25
 """How many there are, counted by hand, so that a lost lesson is seen (index.ipynb is none)."""
 PAGES = ("index", "one_gpu")
 """Notebooks that are executed and stored as lessons are, and are none."""

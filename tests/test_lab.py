@@ -287,7 +287,10 @@ def test_the_file_browser_lists_what_a_reader_opens(lab):
     with urllib.request.urlopen(f"{site}/api/contents/work?token={token}", timeout=60) as answer:
         names = {entry["name"] for entry in json.load(answer)["content"]}
     assert names >= {"index.ipynb", "00_where_memory_goes.ipynb", "tiny_alst.py", "training.md", "solutions"}
-    assert names & {"checks", "images", "step_profiles.py", "layer_timeline.py", "one_gpu.py", "__pycache__"} == set()
+    assert (
+        names & {"checks", "images", "step_profiles.py", "layer_timeline.py", "one_gpu.py", "needle.py", "__pycache__"}
+        == set()
+    )
 
 
 def test_the_pictures_of_the_pages_show_what_is_there():

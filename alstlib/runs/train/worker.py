@@ -176,10 +176,14 @@ class Training(Job):
         super().__init__(run, out)
         self.check_writable()
         self.say(f"reading data '{run.data.name}' and the tokenizer")
-        self.corpus = load_corpus(run.data.name)
+        self.corpus = self.read_corpus()
         config = model_config(run.model.name, run.model.config, run.model.trust_remote_code)
         self.vocabulary = config.get_text_config().vocab_size
         self.tokenizer = self._tokenizer()
+
+    def read_corpus(self) -> Any:
+        """The documents to train on, as `load_corpus` returns them: a worker may make its own."""
+        return load_corpus(self.run.data.name)
 
     def check_writable(self) -> None:
         """Raise OSError on every rank if rank 0 cannot write to `save_to`: told before the steps, not after. A folder
