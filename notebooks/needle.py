@@ -23,6 +23,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import alstlib
+from alstlib.base.mesh import from_all
 from alstlib.base.units import IGNORE
 from alstlib.data.corpus import EOS
 from alstlib.runs.train.ablation import AblationRun
@@ -132,7 +133,7 @@ class NeedleRun(AblationRun):
             for answer, distance in zip(one["answers"].tolist(), one["distances"].tolist()):
                 if answer - 1 in right:  # the token before says it, in this rank's slice or another's
                     seen[EIGHTHS * distance // length] += 1, right[answer - 1]
-        asked, right_ones = np.sum(self.gather(seen.tolist()), 0).T
+        asked, right_ones = np.sum(from_all(seen.tolist()), 0).T
         return {
             "length": length, "asked": asked.tolist(), "right": right_ones.tolist(),
             "accuracy": right_ones.sum() / asked.sum(),

@@ -265,7 +265,7 @@ def _mixes_tokens(module: nn.Module) -> bool:
     if _calls_attention(module):
         return False
     named = any(m in kind for m in MIXERS) and not kind.endswith("norm")  # a norm has its model's name
-    by_statistics = isinstance(module, nn.modules.batchnorm._NormBase)  # a mean over tokens
+    by_statistics = isinstance(module, nn.modules.batchnorm._NormBase)  # of the tokens of a call, while it trains
     over_tokens = isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1
     return named or by_statistics or over_tokens or isinstance(module, nn.RNNBase)
 

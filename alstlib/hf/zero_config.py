@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,8 @@ def zero_config(model: torch.nn.Module, **fields: Any) -> dict[str, Any]:
             `offload_params`.
 
     Raises:
-        ValueError: another field, or a value that is none of the field's.
+        ValueError: another field, a value that is none of the field's, or files that cannot be written (`nvme`: there
+            is no such folder, no async_io, or the weights that shall go there are not in bf16).
     """
     ours = [name for name in FIELDS if name.startswith(("engine.", "optim.", "data.batch_size"))]
     where = {name.split(".")[1]: name for name in ours}
@@ -77,7 +79,8 @@ def check_files(config: Mapping[str, Any]) -> None:
             raise ValueError(f"nvme_path={folder!r} of {name} must be a folder on a local disk that is there")
     if "offload_param" in away and not any((config.get(name) or {}).get("enabled") for name in ("bf16", "fp16")):
         raise ValueError(
-            "offload_param on nvme needs bf16 or fp16: DeepSpeed's buffers hold 16 bits, and would round fp32 weights"
+            "offload_param on nvme needs bf16 or fp16: where an engine of DeepSpeed 0.19.8 divides fp32 weights on a "
+            "CPU, its buffers hold 16 bits, and round them; elsewhere fp32 was not tested"
         )
     if not away:
         return
@@ -148,7 +151,7 @@ def engine_config(run: RunConfig, sizes: Sequence[int], bf16: bool) -> Json:
     if run.engine.offload_params:
         zero["offload_param"] = {"device": "cpu", "pin_memory": pin}
     if run.engine.offload_params == "nvme":
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
         part = -(-max(sizes) // ranks)  # five buffers of the largest weight's part are pinned on the host
         zero["offload_param"] |= {"device": "nvme", "nvme_path": run.engine.nvme_path, "buffer_size": part + 1024}
     if run.engine.offload_optimizer == "nvme":

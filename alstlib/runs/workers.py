@@ -78,6 +78,11 @@ def check(run: RunConfig, worker: str) -> None:
             f"output.checkpoint_every={run.output.checkpoint_every} with engine.nvme_path: DeepSpeed would continue "
             "such a checkpoint with moments of zero; keep the states and weights in memory, or use checkpoint_every=0"
         )
+    if run.output.checkpoint_every and run.engine.offload_params == "nvme" != run.engine.offload_optimizer:
+        raise ValueError(
+            f"output.checkpoint_every={run.output.checkpoint_every} with engine.offload_params='nvme' needs "
+            "offload_optimizer='nvme' too: states are loaded into DeepSpeed's files of both"
+        )
     check_model(run.model.name)
 
 

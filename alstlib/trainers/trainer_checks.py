@@ -91,10 +91,12 @@ def deepspeed_config(trainer: Any) -> Mapping[str, Any]:
 
 def check_resume(trainer: Any, checkpoint: Any) -> None:
     """DeepSpeed 0.19.8 copies the files of a checkpoint back, but its new AdamW does not read those of the moments."""
-    if checkpoint and on_nvme(deepspeed_config(trainer)):
+    away = on_nvme(deepspeed_config(trainer))
+    if checkpoint and away:
+        why = "DeepSpeed would begin with moments of zero, and count steps from 1"
         raise ValueError(
-            "resume_from_checkpoint with states or weights on nvme: DeepSpeed would begin with moments of zero, and "
-            "count steps from 1; use the device cpu, or load the checkpoint's weights as a model and train anew"
+            f"resume_from_checkpoint with {away[0]} on nvme: {why if 'offload_optimizer' in away else 'not tested'}; "
+            "use the device cpu, or load the checkpoint's weights as a model and train anew"
         )
 
 

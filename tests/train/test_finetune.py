@@ -435,6 +435,13 @@ def test_wrong_fields_are_refused_before_the_start(tmp_path, monkeypatch, change
 
 
 @pytest.mark.usefixtures("nothing_starts")
+def test_states_of_weights_on_a_disk_need_the_optimizer_there(tmp_path):
+    away = {"offload_params": "nvme", "nvme_path": str(tmp_path)}
+    run = RunConfig(engine=away, output={"checkpoint_every": 5})
+    check_refused("offload_params='nvme' needs offload_optimizer='nvme' too", launch, run, tmp_path)
+
+
+@pytest.mark.usefixtures("nothing_starts")
 @pytest.mark.parametrize("name, value", [("model.lora", {"r": 4}), ("data.eval", 0.1), ("optim.trainer", {"a": 1})])
 def test_the_ablation_does_not_take_what_it_would_ignore(tmp_path, name, value):
     check_refused(
