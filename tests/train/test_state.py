@@ -191,6 +191,8 @@ def test_states_and_weights_in_files(ranks2, tmp_path, compiled, weights):
     host to there."""
     if compiled and not OPERATOR().is_compatible():
         pytest.skip("DeepSpeed's async_io cannot be compiled: libaio's headers are not installed")
+    if compiled:
+        OPERATOR().load()  # the first time it is compiled, in minutes: ranks wait for no rank so long
     pool, swap = functools.partial(ranks2, in_files), tmp_path / "swap"
     host = run_config(3, True, dtype="bf16" if weights else "fp32")
     swap.mkdir()
