@@ -45,6 +45,8 @@ CLAIMS = {
     "all weights, 80 GB": PLAN.format("meta-llama/Llama-3.1-8B", "H100", "256GB", "options.on_host=hidden"),
 }
 """What is planned, by what is trained and the GPU's memory."""
+OF_A_STEP = ("attention", "checkpoints", "exchange", "hidden states", "loss", "mlp")
+"""Categories of device memory that a simulated step has too."""
 SIZES = {"device": "allocated_bytes", "host": "host_peak_bytes", "disk": "disk_peak_bytes"}
 """The bytes that are compared, as a result records their predictions."""
 
@@ -57,11 +59,12 @@ def asked(command: str) -> tuple[Question, int]:
     return request.question(request.rates[0], 1), request.seq_len or 0
 
 
-def simulated(command: str) -> dict[str, int]:
+def simulated(claim: Mapping[str, Any]) -> dict[str, int]:
     """What a whole step of a claim takes besides its states, at its length and with all layers: the peak on the device,
-    and all that is kept on the host or a disk."""
-    question, length = asked(command)
-    found = simulate(question.run.replace(data={"seq_len": length}), ranks=1)
+    and all that is kept on the host or a disk. It keeps attention's outputs as the plan does, which knows the host."""
+    question, length = asked(claim["command"])
+    keeps = bool(claim["plan"]["host"]["attention_kept"])
+    found = simulate(question.run.replace(data={"seq_len": length}, options={"save_attention": keeps}), ranks=1)
     return {"device": found.device_peak, "kept": found.host_peak}
 
 
@@ -156,7 +159,8 @@ def main() -> None:
     for name, command in CLAIMS.items():
         question, tokens = asked(command)
         found = question.at(tokens)
-        made["claims"][name] = {"command": command, "plan": found.to_dict(), "simulated": simulated(command)}
+        made["claims"][name] = claim = {"command": command, "plan": found.to_dict()}
+        claim["simulated"] = simulated(claim)
         print(name, found.device_peak, found.host_peak, found.activations.disk, flush=True)
     FILE.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
 
