@@ -98,6 +98,18 @@ def test_imports_go_downward_without_a_circle():
     tuple(graphlib.TopologicalSorter(graph).static_order())  # raises with the circle
 
 
+def test_seven_rooms_stand_on_one_another():
+    """The programs' is the seventh, so that the notebooks are on the eighth floor."""
+    known, below = modules(), {}
+    for name, path in known.items():
+        below.setdefault(room(name), set()).update({room(one) for one in imports(path, known)} - {room(name), "alstlib"})
+    del below["alstlib"]  # the face of the package
+    floor = {}
+    for one in graphlib.TopologicalSorter(below).static_order():
+        floor[one] = 1 + max((floor[other] for other in below[one]), default=0)
+    assert max(floor.values()) == 7, floor
+
+
 def test_every_class_has_a_name_of_its_own():
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in [*PACKAGE.rglob("*.py"), *REFEREE.glob("*.py")]]
     classes = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))

@@ -170,6 +170,20 @@ def share_of_token(root: nn.Module, path: str, shape: Sequence[int], config: Any
     return min(1.0, chosen / experts) if experts else 1.0
 
 
+def beyond_training(config: Any, tokens: int) -> str:
+    """What to know of documents of so many tokens, where the model was trained on shorter ones and its rotary positions
+    are not scaled; empty elsewhere."""
+    trained, rope = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None) or {}
+    if not trained or tokens <= trained or rope.get("rope_type", "default") != "default" or "rope_theta" not in rope:
+        return ""
+    yarn = {"rope_type": "yarn", "rope_theta": rope["rope_theta"], "factor": float(-(-tokens // trained)),
+            "original_max_position_embeddings": trained}  # fmt: skip
+    return (
+        f"a document has {tokens:,} tokens, but the model was trained on {trained:,} at most and its RoPE is not "
+        f"scaled: the loss begins high there. Before the model is loaded, write config.rope_parameters = {yarn}"
+    )
+
+
 def flos(
     seq_len: int, tokens: int, dense_params: int, heads: int, head_dim: int, layers: int,
     windows: tuple[int, int] = (0, 0), frozen: int = 0,

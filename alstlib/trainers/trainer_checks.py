@@ -9,6 +9,7 @@ import torch
 
 from alstlib.data.agreement import check_same
 from alstlib.hf.inputs import check_number
+from alstlib.hf.models import beyond_training
 from alstlib.hf.zero_config import check_files, on_nvme
 
 REPLACED = ("compute_loss", "prediction_step", "get_batch_samples", "_prepare_inputs")
@@ -198,20 +199,6 @@ def offloads(args: Any) -> bool:
 
 MOST_PADDING = 0.25
 """The share of a batch that may be padding without a warning."""
-
-
-def beyond_training(config: Any, tokens: int) -> str:
-    """What to know of documents of so many tokens, where the model was trained on shorter ones and its rotary positions
-    are not scaled; empty elsewhere."""
-    trained, rope = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None) or {}
-    if not trained or tokens <= trained or rope.get("rope_type", "default") != "default" or "rope_theta" not in rope:
-        return ""
-    yarn = {"rope_type": "yarn", "rope_theta": rope["rope_theta"], "factor": float(-(-tokens // trained)),
-            "original_max_position_embeddings": trained}  # fmt: skip
-    return (
-        f"a document has {tokens:,} tokens, but the model was trained on {trained:,} at most and its RoPE is not "
-        f"scaled: the loss begins high there. Before the model is loaded, write config.rope_parameters = {yarn}"
-    )
 
 
 def advice(config: Any, batch: Any) -> list[str]:

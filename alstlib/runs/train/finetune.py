@@ -42,7 +42,7 @@ from alstlib.data.corpus import get_tokenizer, load_corpus
 from alstlib.data.image_rows import ImageRows, get_processor, have_images
 from alstlib.data.samples import SHOWN, Account, tokenize_row
 from alstlib.hf.loading import load_on_first, place
-from alstlib.hf.models import auto_class, load_model, mfu, put_liger
+from alstlib.hf.models import auto_class, beyond_training, load_model, mfu, put_liger
 from alstlib.hf.vision import image_layout, why_no_images
 from alstlib.hf.zero_config import check_files, engine_config, sizes_of
 from alstlib.planner.measure.ledger import Ledger
@@ -55,7 +55,6 @@ from alstlib.runs.train.files import move_aside
 from alstlib.runs.train.resume import EQUAL, ended, ending, fields, finished, of_first, seconds_to_save
 from alstlib.runs.train.worker import Training, run_worker, wait_for
 from alstlib.runs.workers import FINETUNE
-from alstlib.trainers.trainer_checks import beyond_training
 
 MOST_LOST = 0.01
 """The share of rows that may be left out without `allow_dropped`."""
