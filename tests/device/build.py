@@ -45,7 +45,7 @@ def load():
 def _build(name, folder):
     (folder / "lock").unlink(missing_ok=True)  # PyTorch's own, which a build that was killed leaves
     with mock.patch.dict(os.environ, MAX_JOBS="1"):
-        cpp_extension.load(name, [str(SOURCE)], build_directory=str(folder), extra_cflags=["-O0", "-w"])
+        cpp_extension.load(name, [str(SOURCE)], build_directory=str(folder), extra_cflags=["-O2", "-w"])
 
 
 @contextlib.contextmanager
