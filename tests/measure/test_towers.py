@@ -22,9 +22,15 @@ SIZES = {"qwen2_vl": (80, 112), "qwen2_5_vl": (80, 112), "llava": None}
 OFFLOAD = {"checkpoint": True, "offload": True}
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("towers")
+
+
 @pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv(fits.CACHE_VARIABLE, str(tmp_path / "cache"))
+def cache(folder, monkeypatch):
+    """One for all: towers of the same model are simulated once."""
+    monkeypatch.setenv(fits.CACHE_VARIABLE, str(folder / "cache"))
     fits._known.cache_clear()
 
 
@@ -61,13 +67,13 @@ def real_step(run, ranks, tokens, images, size):
 
 
 @pytest.mark.parametrize("name, ranks, images, tokens, options", [
-    ("qwen2_5_vl", 1, 2, 1200, OFFLOAD), ("qwen2_5_vl", 2, 4, 20_000, OFFLOAD),
-    ("qwen2_5_vl", 1, 3, 9000, {"checkpoint": True}), ("llava", 2, 64, 2400, OFFLOAD),
+    ("qwen2_5_vl", 1, 2, 1200, OFFLOAD), ("qwen2_5_vl", 2, 4, 10_000, OFFLOAD),
+    ("qwen2_5_vl", 1, 3, 6500, {"checkpoint": True}), ("llava", 2, 64, 2400, OFFLOAD),
     ("qwen2_vl", 2, 4, 4800, OFFLOAD),
 ])  # fmt: skip
-def test_a_rank_with_images_takes_what_is_planned(name, ranks, images, tokens, options, tmp_path):
+def test_a_rank_with_images_takes_what_is_planned(name, ranks, images, tokens, options, folder):
     """Where the tower has the peak, and where the decoder has it, beside what the tower keeps."""
-    run = run_of(tmp_path, name, **options)
+    run = run_of(folder, name, **options)
     shape = read_shape(run.model.name, images=images, image_size=SIZES[name])
     planned = activations(shape, run, ranks, tokens, "cpu", workspace=False)
     device, host = real_step(run, ranks, tokens, images, SIZES[name])
