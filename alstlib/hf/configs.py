@@ -72,11 +72,8 @@ def find_config(name: str, whole: bool = False) -> Json:
             raise ValueError(f"model='{name}': {file} is not a readable config.json ({e})") from e
     if (cached := _in_cache(name, whole)) is not None:
         return cached
-    plain = {public.lower(): public for public in PUBLIC}
-    for ending in ("", "-instruct", "-base", "-it", "-pt"):
-        stem = name.lower().removesuffix(ending)
-        if stem in plain:
-            return dict(PUBLIC[plain[stem]])
+    if (public := published(name)) is not None:
+        return dict(PUBLIC[public])
     known = [*SHAPES, *PUBLIC]
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"did you mean '{near[0]}'? " if near else ""
@@ -84,6 +81,15 @@ def find_config(name: str, whole: bool = False) -> Json:
         f"model='{name}' is neither a folder with a config.json here, nor in the hub's cache, nor built in ({hint}"
         f"built in: {', '.join(known)})"
     )
+
+
+def published(name: str) -> str | None:
+    """The published shape that a hub name has, whose config is not at hand: instruct models have that of their base."""
+    if Path(name).expanduser().exists() or (name not in PUBLIC and _in_cache(name) is not None):
+        return None
+    plain = {public.lower(): public for public in PUBLIC}
+    stems = (name.lower().removesuffix(ending) for ending in ("", "-instruct", "-base", "-it", "-pt"))
+    return next((plain[stem] for stem in stems if stem in plain), None)
 
 
 def _in_cache(name: str, whole: bool = False) -> Json | None:

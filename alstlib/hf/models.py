@@ -20,7 +20,7 @@ from alstlib.base.options import Json, check_names
 from alstlib.base.peaks import PEAKS, gpu_named
 from alstlib.base.sizing import causal_pairs
 from alstlib.hf.by_position import CHUNKED
-from alstlib.hf.configs import check_model, overridden
+from alstlib.hf.configs import check_model, overridden, published
 from alstlib.hf.public_models import PUBLIC, SHAPES
 from alstlib.hf.support import heads_of
 from alstlib.kernels.int32 import guard_liger
@@ -38,8 +38,8 @@ def model_config(
     """
     if name in SHAPES:
         config: Any = LlamaConfig(**SHAPES[name])
-    elif shape_only and name in PUBLIC and not Path(name).exists():
-        config = AutoConfig.for_model(**PUBLIC[name])
+    elif shape_only and (public := published(name)) is not None:
+        config = AutoConfig.for_model(**PUBLIC[public])
     else:
         check_model(name)
         try:

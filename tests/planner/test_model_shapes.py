@@ -94,6 +94,7 @@ def test_published_shapes_have_the_published_sizes():
 def test_variants_of_published_models_are_known():
     for name in ("meta-llama/Llama-3.1-8B-Instruct", "META-LLAMA/llama-3.1-8b"):
         assert read_shape(name).layers == 32
+        assert model_config(name, {}, shape_only=True).num_hidden_layers == 32  # of which a simulation makes a model
     assert read_shape("tiny", {"num_hidden_layers": 7}).layers == 7
     assert set(SHAPES).isdisjoint(PUBLIC)
 
