@@ -73,6 +73,16 @@ def causal_pairs(tokens: int, window: int = 0) -> float:
     return window * (tokens - window / 2) if 0 < window < tokens else tokens**2 / 2
 
 
+ON_DISK = 100_000_000
+"""Elements that an optimizer with its states on a disk steps on at a time (or one tensor's): four buffers of these in
+fp32 are pinned on the host. DeepSpeed's default, 1e9, would pin 16 GB for each rank."""
+FP32_ON_DISK = (
+    "offload_param on nvme needs bf16 or fp16: where an engine of DeepSpeed 0.19.8 divides fp32 weights on a CPU, its "
+    "buffers hold 16 bits, and round them; elsewhere fp32 was not tested"
+)
+"""Why weights in fp32 stay in memory."""
+
+
 def zero_bucket(parameters: int) -> int:
     """Elements of ZeRO's buckets as our runs set them: a sixteenth of the model, between 1M and 200M."""
     return max(1_000_000, min(200_000_000, parameters // 16))

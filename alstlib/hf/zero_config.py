@@ -15,11 +15,7 @@ from torch import Tensor
 from alstlib.base.config import FIELDS, RunConfig
 from alstlib.base.mesh import accelerator, own_device
 from alstlib.base.options import Json, check_names
-from alstlib.base.sizing import zero_bucket
-
-ON_DISK = 100_000_000
-"""Elements that an optimizer with its states on a disk steps on at a time (or one tensor's): four buffers of these in
-fp32 are pinned on the host. DeepSpeed's default, 1e9, would pin 16 GB for each rank."""
+from alstlib.base.sizing import FP32_ON_DISK, ON_DISK, zero_bucket
 
 
 def zero_config(model: torch.nn.Module, **fields: Any) -> dict[str, Any]:
@@ -78,10 +74,7 @@ def check_files(config: Mapping[str, Any]) -> None:
         if folder is None or not Path(folder).is_dir():
             raise ValueError(f"nvme_path={folder!r} of {name} must be a folder on a local disk that is there")
     if "offload_param" in away and not any((config.get(name) or {}).get("enabled") for name in ("bf16", "fp16")):
-        raise ValueError(
-            "offload_param on nvme needs bf16 or fp16: where an engine of DeepSpeed 0.19.8 divides fp32 weights on a "
-            "CPU, its buffers hold 16 bits, and round them; elsewhere fp32 was not tested"
-        )
+        raise ValueError(FP32_ON_DISK)
     if not away:
         return
     from deepspeed.git_version_info import installed_ops
@@ -94,6 +87,7 @@ def check_files(config: Mapping[str, Any]) -> None:
             "libaio's headers (Debian: libaio-dev) and a C++ compiler, and for a GPU the CUDA toolkit (CUDA_HOME)"
         )
     _align_gradients()
+    _read_once()
 
 
 def _align_gradients() -> None:
@@ -127,6 +121,23 @@ def _align_gradients() -> None:
     swapper._adjust_for_misaligned_lengths = aligned
 
 
+def _read_once() -> None:
+    """Let DeepSpeed read a weight from a disk once where it is used twice in a row, as the head is in tiles: DeepSpeed
+    (0.19.8) reads ahead for both uses at once, and fails from the second step on."""
+    from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper
+
+    swapper: Any = AsyncPartitionedParameterSwapper
+    read = swapper.swap_in
+    if hasattr(read, "__wrapped__"):
+        return
+
+    @functools.wraps(read)
+    def once(self: Any, params: Sequence[Tensor], *how: Any, **named: Any) -> None:
+        read(self, [*dict.fromkeys(params)], *how, **named)
+
+    swapper.swap_in = once
+
+
 def engine_config(run: RunConfig, sizes: Sequence[int], bf16: bool) -> Json:
     """DeepSpeed's configuration for a run of a model whose parameters have these `sizes`.
 
@@ -154,6 +165,7 @@ def engine_config(run: RunConfig, sizes: Sequence[int], bf16: bool) -> Json:
         ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
         part = -(-max(sizes) // ranks)  # five buffers of the largest weight's part are pinned on the host
         zero["offload_param"] |= {"device": "nvme", "nvme_path": run.engine.nvme_path, "buffer_size": part + 1024}
+        zero["offload_param"]["max_in_cpu"] = 0  # DeepSpeed's default keeps 1e9 weights of each rank in memory
     if run.engine.offload_optimizer == "nvme":
         zero["offload_optimizer"] |= {"device": "nvme", "nvme_path": run.engine.nvme_path}
         zero["sub_group_size"] = ON_DISK

@@ -22,7 +22,7 @@ from alstlib.planner.gpus import GPUS, Rates, label_bytes, rates_of
 from alstlib.planner.machine import Machine, Overheads, read_machine
 from alstlib.planner.model_shapes import Shape, read_shape
 from alstlib.planner.prediction import Prediction, with_degree
-from alstlib.planner.question import NEEDED, Answer, Question, Variant, trained_length
+from alstlib.planner.question import CHUNKS, NEEDED, Answer, Question, Variant, trained_length
 from alstlib.planner.rendering import LATE, PATIENCE, describe, describe_machines, introduce, say, table
 from alstlib.planner.tables import console
 from alstlib.planner.trees import cost
@@ -95,7 +95,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     where.add_argument(
         "--disk", metavar="BYTES",
-        help="a disk of each node for the checkpoints that the host has no room for, such as 2TB (default: none)",
+        help="a disk of each node, such as 2TB, for the checkpoints that the host has no room for, and for states with "
+        "--set engine.offload_optimizer=nvme --set engine.nvme_path=/scratch (default: none)",
     )  # fmt: skip
     where.add_argument(
         "--disk-rate", metavar="BYTES",
@@ -155,13 +156,12 @@ class Request:
             gpus=gpus, per_node=per_node, gpu_memory=memory, host_memory=host, rates=rates,
             device=measured.device if measured else "cuda", overheads=Overheads(**terms),
         )  # fmt: skip
-        if args.disk:
-            rate = parse_quantity(args.disk_rate.removesuffix("/s"), "disk-rate") if args.disk_rate else None
-            usual_rate = measured.disk_rate if measured else machine.disk_rate
-            machine = replace(
-                machine, disk=parse_quantity(args.disk, "disk"), disk_rate=float(rate or usual_rate),
-                disk_life=parse_quantity(args.disk_life, "disk-life") if args.disk_life else None,
-            )  # fmt: skip
+        rate = parse_quantity(args.disk_rate.removesuffix("/s"), "disk-rate") if args.disk_rate else None
+        usual_rate = measured.disk_rate if measured else machine.disk_rate
+        machine = replace(
+            machine, disk=parse_quantity(args.disk, "disk") if args.disk else None, disk_rate=float(rate or usual_rate),
+            disk_life=parse_quantity(args.disk_life, "disk-life") if args.disk_life else None,
+        )  # fmt: skip
         run = with_degree(self.shape, self.run, machine, args.preset)
         ranks = run.engine.sp or gpus
         if self.seq_len is not None and self.seq_len < ranks:
@@ -175,9 +175,10 @@ class Request:
             "host_memory": f"{args.host_memory or ('free as measured' if measured else 'assumed')}: "
             f"{host / GIB:,.0f} GiB on each node" if host else "no limit",
         }  # fmt: skip
-        if machine.disk is not None:
+        if machine.disk is not None or self.run.engine.nvme_path:
             rate_text = f"{machine.disk_rate / 1e9:.3g} GB/s"
-            understood["disk"] = f"{args.disk}: {machine.disk / GIB:,.0f} GiB on each node, {rate_text}"
+            room = "no limit" if machine.disk is None else f"{args.disk}: {machine.disk / GIB:,.0f} GiB on each node"
+            understood["disk"] = f"{room}, {rate_text}"
         if self.seq_len:
             understood["seq_len"] = f"{args.seq_len}: {self.seq_len:,} tokens"
         if images:
@@ -315,7 +316,7 @@ def as_json(question: Question, best: Prediction | None, found: Prediction | Non
         {
             "what": one.what, "changes": one.changes, "gpus": one.question.machine.gpus,
             "nodes": one.question.machine.nodes, "host_memory": one.question.machine.host_memory,
-            "seq_len": at.seq_len, "step_seconds": at.seconds["step"],
+            "disk": one.question.machine.disk, "seq_len": at.seq_len, "step_seconds": at.seconds["step"],
         }
         for one in question.remedies(found.seq_len if best else None) if (at := one.at or one.best)
     ]  # fmt: skip
@@ -348,6 +349,7 @@ def answer(request: Request, rates: Rates, gpus: int) -> Answer:
     question = request.question(rates, gpus)
     given = question.preset != "ours" or question.run.options.chunk or question.run.block
     for needs, changes in NEEDED.items() if not given else [("", {})]:
+        changes = CHUNKS if needs and question.run.engine.offload_params else changes
         other = replace(question, run=question.run.replace(**changes))
         found = other.at(request.seq_len) if request.seq_len else other.longest() or other.at(other.shortest)
         made = Answer(other, needs, found)

@@ -49,7 +49,10 @@ class Machine:
     host_memory: int | None = None
     """Bytes of a node's memory; None for no limit."""
     disk: int | None = None
-    """Bytes of each node's disk for checkpoints; None: it is not used."""
+    """Bytes of each node's disk, for states in files and for checkpoints; None: no limit for states, and no disk for
+    checkpoints."""
+    checkpoints_on_disk: bool = True
+    """Whether checkpoints may go to the disk too."""
     disk_rate: float = DISK_RATE
     """Bytes a second that a node's disk writes, and that it reads."""
     disk_life: int | None = None
@@ -93,8 +96,10 @@ def machine_of(run: RunConfig, nodes: int, gpus: int, host: int | None = None, g
     memory, host = run.limits.device_memory, host_free() if host is None else host
     ranks = run.engine.world_size
     here = Machine(gpus=ranks, per_node=max(1, ranks // nodes), gpu_memory=memory, host_memory=host)
-    if (disk := run.options.disk) is not None and Path(disk.folder).is_dir():
-        here = replace(here, disk=shutil.disk_usage(disk.folder).free)
+    disk = run.options.disk
+    folder = disk.folder if disk else run.engine.nvme_path
+    if folder is not None and Path(folder).is_dir():
+        here = replace(here, disk=shutil.disk_usage(folder).free, checkpoints_on_disk=disk is not None)
     if not gpus:
         return replace(here, device="cpu", overheads=Overheads(process=CPU_PROCESS))
     name, found = devices.first_gpu()

@@ -5,17 +5,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from alstlib.base.config import RunConfig
-from alstlib.base.sizing import zero_bucket
+from alstlib.base.sizing import ON_DISK, zero_bucket
 
 ZERO_DEFAULT = 500_000_000
 """Elements of DeepSpeed's buckets where nothing is said, as in the paper; up to twice as many stay gathered."""
 SUB_GROUP = 1_000_000_000
 """Elements of a rank's shard that stage 3 steps on at a time, as DeepSpeed has them by default."""
-WEIGHTS, GATHERED, GRADIENTS, OPTIMIZER, BUCKETS, COPIES = (
-    "weights", "gathered weights", "gradients", "optimizer", "buckets", "copies of buckets",
+WEIGHTS, GATHERED, GRADIENTS, OPTIMIZER, BUCKETS, COPIES, FILES = (
+    "weights", "gathered weights", "gradients", "optimizer", "buckets", "copies of buckets", "buffers of files",
 )  # fmt: skip
 """Categories of what is held."""
 
@@ -44,6 +44,8 @@ class States:
     others: dict[str, dict[str, int]]
     """The entries of another size when memory peaks in a layer's attention or MLP (`attention`, `mlp`) or outside the
     layers (`outside`)."""
+    disk: dict[str, int] = field(default_factory=dict)
+    """What is in files."""
 
     def at(self, part: str) -> dict[str, int]:
         """The device's, while memory peaks in this part of the model: `layer`, `attention`, `mlp` or `outside`."""
@@ -81,6 +83,12 @@ def model_states(
     embedding that is there twice takes as much, at another moment. Our engine has one copy on a GPU, which is less than
     what the allocator loses and is not counted; nor are those of layers in chunks.
 
+    In files (`nvme`) are fp32 weights, moments and the step's gradients in fp32, which DeepSpeed reads and writes
+    through four buffers of the largest group. A group ends with the tensor that fills `ON_DISK`: the largest is at
+    least the largest tensor (and at most that and `ON_DISK`). Weights are read through five buffers of the largest
+    tensor, and written through one that has room for the largest group of all ranks. A bucket's gradients are in fp32
+    on the device before they are written. Pieces below 1 MiB stay in memory, which is not counted.
+
     Args:
         sizes: elements of the model.
         element: bytes of a weight on the device.
@@ -113,28 +121,36 @@ def model_states(
     alone = world == 1 and not run.engine.offload_params  # what is gathered is the shard
     copies = 2 * min(buffer, whole) // element * (reduced or 0) if world > 1 or stage == 3 else 0
     largest = element * sizes.largest if away and stage < 3 else 0
+    filed, paged = (where == "nvme" for where in (run.engine.offload_optimizer, run.engine.offload_params))
+    largest_part = -(-max(sizes.largest, sizes.embedding) // world)
+    group = min(part, max(ON_DISK if filed and ours else SUB_GROUP, largest_part))
+    leaving = 4 * filed * min(part, buffer // (element * world))
     device = {
         WEIGHTS: 0 if run.engine.offload_params else weights,
         GATHERED: min(whole, gathered) if stage == 3 and not alone else 0,
         GRADIENTS: gradients if not away else largest + {1: element * trained, 2: largest}.get(stage, 0),
         OPTIMIZER: 0 if away else optimizer,
         BUCKETS: buffer if world > 1 or stage else 0,  # stages 1 and 2 fill it on a single rank too
-        COPIES: 0 if ours else copies,
+        COPIES: (0 if ours else copies) + leaving,
     }
     whole_layers = run.options.chunk is None and run.block is None
     copied = ours and ahead and stage == 3 and copies and buffer < whole and whole_layers
     steps = [SUB_GROUP] * (part // SUB_GROUP) + [part % SUB_GROUP] if stage == 3 else [part]
+    steps = [] if filed else steps
     earlier = element * part if stage == 2 and run.optim.accumulation > 1 else 0
     host = {
-        WEIGHTS: pinned(weights) if run.engine.offload_params else 0,
-        OPTIMIZER: (8 * part + (4 * part if stage == 3 else pinned(4 * part))) if away else 0,
+        WEIGHTS: pinned(weights) if run.engine.offload_params and not paged else 0,
+        OPTIMIZER: (8 * part + (4 * part if stage == 3 else pinned(4 * part))) if away and not filed else 0,
         GRADIENTS: sum(map(pinned, (element * part, *(4 * n for n in steps), largest))) + earlier if away else 0,
+        FILES: 16 * group * filed + element * (5 * largest_part + world * group) * paged,
     }
+    disk = {WEIGHTS: weights * paged, OPTIMIZER: 12 * part * filed, GRADIENTS: 4 * part * filed}
     head = max(element * sizes.embedding, live if ahead else 0)
     early = needed + buffer if alike and not ahead else gathered
     others = {
-        "attention": {GATHERED: min(device[GATHERED], whole - buffer), COPIES: copies} if copied else {},
+        "attention": {GATHERED: min(device[GATHERED], whole - buffer), COPIES: copies + leaving} if copied else {},
         "mlp": {GATHERED: min(device[GATHERED], early)},
         "outside": {GATHERED: min(device[GATHERED], head), COPIES: 0},  # gradients are reduced from the head's on
     }
-    return States({n: b for n, b in device.items() if b}, {n: b for n, b in host.items() if b}, others)
+    device, host, disk = ({n: b for n, b in of.items() if b} for of in (device, host, disk))
+    return States(device, host, others, disk)

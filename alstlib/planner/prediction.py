@@ -11,10 +11,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from alstlib.base.config import RunConfig
+from alstlib.base.sizing import FP32_ON_DISK
 from alstlib.base.units import format_bytes
 from alstlib.planner.activations import Activations, activations, reference_activations, shared_by_reference
 from alstlib.planner.devices import pins_exactly
@@ -25,7 +26,7 @@ from alstlib.planner.model_states import GATHERED, WEIGHTS, ZERO_DEFAULT, Sizes,
 from alstlib.planner.step_time import step_seconds
 
 Side = tuple[str, int, int | None]
-"""A memory (`device` or `host`), the bytes that it needs, and those that are there (None for no limit)."""
+"""A memory (`device`, `host` or `disk`), the bytes that it needs, and those that are there (None for no limit)."""
 
 
 def first_beyond(sides: Iterable[Side], times: float = 1.0) -> tuple[str, int, int] | None:
@@ -69,7 +70,7 @@ class Loading:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one length takes on one machine. Bytes of the device and of the host are those of one rank."""
+    """What one length takes on one machine. Bytes of the device, the host and the disk are those of one rank."""
 
     seq_len: int
     device: dict[str, int]
@@ -84,8 +85,12 @@ class Prediction:
     """The parts of one optimizer step; `step` is the time that passes."""
     loading: Loading
     """What loading the model takes, before the first step."""
+    disk: dict[str, int] = field(default_factory=dict)
+    """What lies on a disk: states, and checkpoints that the host has no room for."""
     disk_limit: int | None = None
-    """This rank's share of a disk for checkpoints (`activations.disk`)."""
+    """This rank's share of it."""
+    written: int = 0
+    """Bytes that one optimizer step writes to it."""
 
     @property
     def device_peak(self) -> int:
@@ -96,13 +101,20 @@ class Prediction:
         return sum(self.host.values())
 
     @property
-    def sides(self) -> tuple[Side, Side]:
-        return ("device", self.device_peak, self.device_limit), ("host", self.host_needed, self.host_limit)
+    def disk_peak(self) -> int:
+        return sum(self.disk.values())
+
+    @property
+    def sides(self) -> tuple[Side, ...]:
+        """The device, the host, and the disk where there is one."""
+        memory = ("device", self.device_peak, self.device_limit), ("host", self.host_needed, self.host_limit)
+        disk = ("disk", self.disk_peak, self.disk_limit)
+        return (*memory, disk) if self.disk or self.disk_limit is not None else memory
 
     @property
     def limit(self) -> str:
-        """What this length goes beyond: `device` or `host` in a step, `loading: device` or `loading: host` before the
-        first, or nothing."""
+        """What this length goes beyond: `device`, `host` or `disk` in a step, `loading: device` or `loading: host`
+        before the first, or nothing."""
         if over := first_beyond(reversed(self.sides)):
             return over[0]
         where = self.loading.beyond()
@@ -142,7 +154,8 @@ class Prediction:
                        "peak_place": kept.place},
             "host": {"peak": self.host_peak, "limit": self.host_limit, "by_category": self.host,
                      "attention_kept": kept.attention_kept, "inputs_kept_every": kept.inputs_kept_every},
-            **({"disk": {"peak": kept.disk, "limit": self.disk_limit}} if self.disk_limit is not None else {}),
+            **({"disk": {"peak": self.disk_peak, "limit": self.disk_limit, "by_category": self.disk,
+                         "written": self.written}} if len(self.sides) > 2 else {}),
             "kernel": kept.kernel, "step_seconds": self.seconds,
             "loading": {**asdict(self.loading), "why": self.loading.why},
         }  # fmt: skip
@@ -177,7 +190,8 @@ def states(shape: Shape, run: RunConfig, machine: Machine, preset: str = "ours")
         whole = frozen_weights(shape, run, element) + element * (adapter or 0)
         others = {part: {n: b for n, b in of.items() if n != GATHERED} for part, of in held.others.items()}
         device = {n: b for n, b in held.device.items() if n != GATHERED} | {WEIGHTS: whole}
-        held = States(device, {n: b for n, b in held.host.items() if n != WEIGHTS}, others)
+        host, disk = ({n: b for n, b in of.items() if n != WEIGHTS} for of in (held.host, held.disk))
+        held = replace(held, device=device, host=host, others=others, disk=disk)
     return held
 
 
@@ -200,17 +214,14 @@ def predict(shape: Shape, run: RunConfig, machine: Machine, seq_len: int, preset
     """What a run of this length takes. The preset `paper` is the reference stack as the ALST paper ran it.
 
     Raises:
-        ValueError: a model or an option that `apply` refuses, an SP degree that does not divide the GPUs, or states on
-            a disk.
+        ValueError: a model or an option that `apply` refuses, an SP degree that does not divide the GPUs, or fp32
+            weights in files.
     """
     ranks = run.engine.sp or machine.gpus
     if machine.gpus % ranks:
         raise ValueError(f"sp={ranks} does not divide {machine.gpus} GPUs")
-    if run.engine.nvme_path:
-        raise ValueError(
-            "engine.nvme_path is not planned: the planner does not know what DeepSpeed's files take and how fast they "
-            "are. offload_optimizer=True and offload_params=True plan the host's memory, of which 'nvme' needs less"
-        )
+    if run.engine.offload_params == "nvme" and element_bytes(run, machine.device) == 4:
+        raise ValueError(FP32_ON_DISK)
     run = run.for_width(shape.width)
     held = states(shape, run, machine, preset)
     host, limit = held.host, None
@@ -218,9 +229,11 @@ def predict(shape: Shape, run: RunConfig, machine: Machine, seq_len: int, preset
         limit = machine.host_memory // machine.ranks_of_node
         host = {**host, "process": machine.overheads.process}
     room = None if limit is None else max(0, limit - sum(host.values()))
+    in_files = sum(held.disk.values())
     disk = None if machine.disk is None else machine.disk // machine.ranks_of_node
     if disk is not None and run.options.disk is not None and run.options.disk.bytes is not None:
-        disk = min(disk, run.options.disk.bytes)
+        disk = min(disk, run.options.disk.bytes + in_files)
+    free_disk = max(0, disk - in_files) if disk and machine.checkpoints_on_disk else 0
 
     def of_states(part: str) -> int:
         return sum(held.at(part).values())
@@ -233,17 +246,20 @@ def predict(shape: Shape, run: RunConfig, machine: Machine, seq_len: int, preset
             free = max(0, machine.gpu_memory - sum(machine.overhead().values()) - of_states("layer"))
         found = activations(
             shape, run, ranks, seq_len, machine.device, room, capability=machine.rates.capability, free=free,
-            held=of_states, disk=disk or 0,
+            held=of_states, disk=free_disk,
         )  # fmt: skip
     device = {**machine.overhead(), **held.at(found.part), **found.device}
     needed = sum(host.values()) + found.host_needed + (sum(device.values()) if machine.device == "cpu" else 0)
+    frozen = held.disk.get(WEIGHTS, 0) if run.model.lora else 0
     if found.host:
         host = {**host, "checkpoints": found.host}
     return Prediction(
         seq_len=seq_len, device=device,
         device_limit=machine.gpu_memory, host=host, host_limit=limit, host_needed=needed, activations=found,
         seconds=step_seconds(shape, run, machine, ranks, seq_len, found, preset),
-        loading=Loading() if preset == "paper" else loading(shape, run, machine), disk_limit=disk,
+        loading=Loading() if preset == "paper" else loading(shape, run, machine),
+        disk={**held.disk, "checkpoints": found.disk} if found.disk else held.disk, disk_limit=disk,
+        written=found.disk * run.optim.accumulation + in_files - frozen,
     )  # fmt: skip
 
 

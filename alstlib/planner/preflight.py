@@ -18,7 +18,7 @@ from alstlib.planner.machine import Machine, machine_of, rates_known
 from alstlib.planner.model_shapes import Shape, read_shape
 from alstlib.planner.prediction import Prediction, first_beyond, longest, predict
 from alstlib.planner.question import Question, settings
-from alstlib.planner.rendering import as_text, table, verdict
+from alstlib.planner.rendering import as_text, named, table, verdict
 
 CERTAIN = 1.1
 """A run is refused when it would take this many times what there is: the planner is right within a few percent."""
@@ -84,9 +84,9 @@ def why_not(run: RunConfig, nodes: int, gpus: int, host: int | None = None, gpu_
     if over := first_beyond(found.sides, CERTAIN):
         where, needs, has = over
         what = "device_memory is" if run.limits.device_memory else "a GPU has"
-        what = what if where == "device" else "a rank's share of the host's free memory is"
+        what = what if where == "device" else f"a rank's share of the free {named(where)} is"
         text = (
-            f"{found.seq_len:,} tokens would take {format_bytes(needs)} of {where} memory a rank, and {what} "
+            f"{found.seq_len:,} tokens would take {format_bytes(needs)} of {named(where)} a rank, and {what} "
             f"{format_bytes(has)} (predicted, largest parts: {largest(found, where, machine)})"
         )
     elif found.loading.beyond(CERTAIN):
@@ -171,5 +171,6 @@ def outlook(run: RunConfig, gpus: int, nodes: int = 1) -> str:
 
 def largest(found: Prediction, where: str, machine: Machine) -> str:
     on_host = {**found.host, **found.device} if machine.device == "cpu" else found.host
-    top = sorted((on_host if where == "host" else found.device).items(), key=lambda item: -item[1])[:3]
+    held = on_host if where == "host" else getattr(found, where)
+    top = sorted(held.items(), key=lambda item: -item[1])[:3]
     return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in top)

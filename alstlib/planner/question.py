@@ -44,6 +44,7 @@ SPARSE = "a choice of pages (not exact)"
 
 
 _CHECKPOINTS = {"options.checkpoint": True}
+_FILES = {"engine.zero_stage": 3, "engine.offload_optimizer": "nvme", "engine.nvme_path": "/scratch"}
 HELP: dict[str, dict[str, Any]] = {
     "sequence parallelism over all GPUs": {"engine.sp": 0},
     "tiled loss": {"options.tiles.loss": True},
@@ -59,8 +60,11 @@ HELP: dict[str, dict[str, Any]] = {
     "optimizer on the devices": {"engine.offload_optimizer": False},
     "ZeRO-3": {"engine.zero_stage": 3},
     "weights on the host": {"engine.zero_stage": 3, "engine.offload_params": True},
+    "optimizer on the disk": _FILES, "optimizer and weights on the disk": {**_FILES, "engine.offload_params": "nvme"},
 }  # fmt: skip
 """Changes that save memory, as fields of RunConfig. `WAYS` has the chunks with each place by itself."""
+DRIVE = 2 * 10**12
+"""Bytes of a disk that may be bought."""
 LORA: dict[str, Any] = {"model.lora": {"r": 16}}
 CHUNKS = {"options.chunk": CHUNK}
 NEEDED: dict[str, dict[str, Any]] = {
@@ -121,7 +125,13 @@ class Question:
         return self.at(int(1.02 * best.seq_len) + self.shortest if best else self.shortest)
 
     def with_changes(self, changes: dict[str, Any]) -> Question:
-        """The same question with other fields of the run."""
+        """The same question with other fields of the run.
+
+        Raises:
+            ValueError: a value that does not fit, or files on a machine without a disk.
+        """
+        if "engine.nvme_path" in changes and self.machine.disk is None and not self.run.engine.nvme_path:
+            raise ValueError("states in files need a disk: --disk says how large it is")
         return replace(self, run=self.run.replace(**changes))
 
     def on(self, **fields: Any) -> Question:
@@ -174,7 +184,7 @@ class Question:
 
     def remedies(self, seq_len: int | None) -> Iterator[Variant]:
         """What lets this length fit that does not; where no length fits (None), what lets some fit. The nearest things
-        that do so: other options, an adapter, more host memory, more nodes. Of ours."""
+        that do so: other options, a disk, an adapter, more host memory, more nodes. Of ours."""
         length = seq_len or self.shortest
         with suppress(NotSimulated):
             for one in self._remedies(length) if self.preset == "ours" else ():
@@ -185,6 +195,8 @@ class Question:
         """What may let it fit."""
         if near := self.nearest(seq_len):
             yield near
+        elif self.machine.disk is None and (near := self.on(disk=DRIVE).nearest(seq_len)):
+            yield replace(near, what=f"a disk of {DRIVE / 1e12:g} TB on each node and {near.what}")
         if self.run.model.lora is None and self.shape.images is None:
             adapter = Variant("LoRA", LORA, self.with_changes(LORA))
             if adapter.question.at(seq_len).fits:
@@ -239,7 +251,7 @@ class Question:
 
     def written(self, found: Prediction) -> int:
         """Bytes that a step writes to a node's disk."""
-        return found.activations.disk * self.machine.ranks_of_node * self.run.optim.accumulation
+        return found.written * self.machine.ranks_of_node
 
     def days_of_disk(self, found: Prediction) -> float | None:
         """Days of training after which a node's disk has been written what it may be; None where that is not known."""

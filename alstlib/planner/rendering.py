@@ -30,7 +30,8 @@ MEANING = {
     model_states.GRADIENTS: "gradients of the weights",
     model_states.OPTIMIZER: "weights in fp32 and AdamW's two moments",
     model_states.BUCKETS: "gradients while they are summed over the GPUs",
-    model_states.COPIES: "copies of buckets while DeepSpeed sums them",
+    model_states.COPIES: "copies of buckets while DeepSpeed sums or writes them",
+    model_states.FILES: "what DeepSpeed reads from files and writes to them",
     "hidden states": "residuals, norms, embeddings and their gradients",
     "attention": "queries, keys, values, outputs, their gradients",
     "exchange": "what attention sends to and gets from other GPUs",
@@ -71,9 +72,9 @@ def table(found: Prediction, machine: Machine, speed: str | None = "", parts: bo
 
     each = "rank" if machine.device == "cpu" else "GPU"
     for where, needs, has in found.sides:
-        held = found.device if where == "device" else found.host
+        held: dict[str, int] = getattr(found, where)
         if parts and held:
-            add(f"{where} memory")
+            add(named(where))
             for name, nbytes in sorted(held.items(), key=lambda item: -item[1]):
                 if nbytes > found.device_peak // 1000:
                     add(f"  {name}", sized(nbytes, found), _meaning(name, where, found), "")
@@ -82,11 +83,6 @@ def table(found: Prediction, machine: Machine, speed: str | None = "", parts: bo
         add(f"{where}, each {each}", sized(total, found), _of(where, total, has, found, machine, parts))
         if parts and speed is not None:
             made.add_row()
-    if found.disk_limit is not None:
-        there, nbytes = f"of {sized(found.disk_limit, found)}; ", found.activations.disk
-        add(
-            f"disk, each {each}", sized(nbytes, found), f"{there}{'written once a step' if nbytes else 'no need of it'}"
-        )
     if found.loading.host and (not parts or found.loading.why):
         there = "" if found.loading.host_limit is None else f"of {sized(found.loading.host_limit, found)}; "
         add("loading", sized(found.loading.host, found), f"{there}the host of the first node")
@@ -110,6 +106,9 @@ def _of(where: str, total: int, has: int | None, found: Prediction, machine: Mac
     notes, ranks = [f"of {sized(has, found)}"] if has is not None else [], machine.ranks_of_node
     if where == "device" and parts:
         notes.append(f"highest in {found.activations.place}")
+    if where == "disk":
+        often = "written once a step" if found.written == total else f"{sized(found.written, found)} written in a step"
+        notes.append(often if total else "no need of it")
     if where == "host" and machine.device == "cpu":
         notes.append("with what is on the device")
     elif where == "host" and ranks > 1:
@@ -128,6 +127,11 @@ def as_text(shown: Table, width: int = 80) -> str:
 def sized(nbytes: int, found: Prediction) -> str:
     """Bytes in GiB, so that the numbers of a prediction can be compared; of a small one, in the unit that they need."""
     return f"{nbytes / GIB:,.2f} GiB" if found.device_peak >= GIB else format_bytes(nbytes)
+
+
+def named(where: str) -> str:
+    """How a side of a prediction is called."""
+    return where if where == "disk" else f"{where} memory"
 
 
 def _meaning(name: str, where: str, found: Prediction) -> str:
@@ -238,8 +242,8 @@ def lacks(found: Prediction, machine: Machine) -> str:
     """What is missing, and how much of it."""
     ranks, missing = machine.ranks_of_node, []
     for where, nbytes in found.missing.items():
-        node = f" ({format_bytes(nbytes * ranks)} on each node)" if where == "host" and ranks > 1 else ""
-        missing.append(f"{format_bytes(nbytes)} of {where} memory for each GPU{node}")
+        node = f" ({format_bytes(nbytes * ranks)} on each node)" if where != "device" and ranks > 1 else ""
+        missing.append(f"{format_bytes(nbytes)} of {named(where)} for each GPU{node}")
     return f"{' and '.join(missing)} are missing" if missing else found.loading.why
 
 
@@ -274,7 +278,7 @@ def describe_remedies(question: Question, found: Prediction, nothing: bool) -> I
     else:
         yield (
             f"\nNothing that was tried makes it fit: other options, {'' if question.shape.images else 'LoRA, '}"
-            "more host memory, more nodes of this kind. "
+            "a disk, more host memory, more nodes of this kind. "
             "--seq-len without --gpus says which machines hold a length."
         )
     if nothing and question.run.model.lora is None and question.shape.images is None:

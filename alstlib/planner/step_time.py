@@ -97,7 +97,9 @@ def step_seconds(
     an adapter is trained, because frozen weights have no gradients (the adapter's own products are left out). Where one
     input in k is kept, the layers of the others run forward once more. `attention_passes` says how often attention
     does, and its backward is 2.5 forwards. The exchange is waited for. ZeRO's traffic and asynchronous offload hide
-    behind the computing, as far as that lasts. A vision tower runs like the layers; ranks wait for the one that has the
+    behind the computing, as far as that lasts: weights that are read from files, and gradients that backward writes to
+    them. The optimizer's step on files hides nothing: DeepSpeed reads a group, steps on it, and writes it, one after
+    the other. A vision tower runs like the layers; ranks wait for the one that has the
     most images.
     """
     element, rates = element_bytes(run, "cuda"), machine.rates
@@ -134,14 +136,16 @@ def step_seconds(
     waited = max(0.0, zero_seconds(shape, run, machine, remade) * found.blocks - computing)
     if run.options.offload:
         waited += offload if run.options.offload == "sync" else max(0.0, offload - computing)
-    if found.disk:  # written in the forward, and read in the backward
-        through = found.disk / (machine.disk_rate / machine.ranks_of_node) * times
-        ahead = (sum(linear.values()) / rates.matmul + attention / forward) / ranks * times
-        waited += max(0.0, through - ahead) + max(0.0, through - computing + ahead)
     shard = trained(shape, run) / (machine.gpus if run.engine.zero_stage else 1)
-    away = run.engine.offload_optimizer and run.engine.zero_stage
+    away, disk = run.engine.offload_optimizer and run.engine.zero_stage, machine.disk_rate / machine.ranks_of_node
+    filed, paged = (where == "nvme" for where in (run.engine.offload_optimizer, run.engine.offload_params))
+    if found.disk or filed:  # checkpoints are written in the forward and read in the backward, which writes gradients
+        through, gradients = found.disk / disk * times, 4 * shard * filed / disk
+        ahead = (sum(linear.values()) / rates.matmul + attention / forward) / ranks * times
+        waited += max(0.0, through - ahead) + max(0.0, through + gradients - computing + ahead)
     made["waiting for memory and network"] = waited
     made["optimizer"] = ADAM_BYTES * shard / (rates.host_memory if away else DEVICE_MEMORY)
+    made["optimizer"] += (ADAM_BYTES * filed + element * paged) * shard / disk
     return {"step": sum(made.values()), **made}
 
 
@@ -186,10 +190,12 @@ def zero_seconds(shape: Shape, run: RunConfig, machine: Machine, remade: float) 
     gathered = 0 if run.model.bits else shape.parameters  # whole on each rank
     moved = gathers * gathered + reduces * trained(shape, run)
     zero = moved * element * (world - 1) / world / share * run.optim.accumulation
-    return max(zero, 2 * shape.parameters * element / world / rates.host) if run.engine.offload_params else zero
+    away, paged = 2 * shape.parameters * element / world, run.engine.offload_params == "nvme"
+    rate = machine.disk_rate / machine.ranks_of_node / run.optim.accumulation if paged else rates.host
+    return max(zero, away / rate) if run.engine.offload_params else zero
 
 
 ADAM_BYTES = 28
-"""That AdamW reads and writes for each weight in fp32: it, its gradient and two moments."""
+"""That AdamW reads and writes for each weight in fp32: it, its gradient and two moments. In files, the same."""
 DEVICE_MEMORY = 3e12
 """Bytes a second of a GPU's own memory."""

@@ -71,6 +71,19 @@ def test_a_disk_is_counted(plan, planned):
         assert text in out, text
 
 
+def test_states_in_files_are_counted(plan, planned):
+    of = "--model meta-llama/Llama-3.1-8B --gpus 1 --host-memory 64GB --seq-len 50K --disk-life 1200TB"
+    more = "--set engine.offload_optimizer=nvme --set engine.nvme_path=/scratch"
+    found, out = planned(more, of=of), plan(f"{more} --disk 2TB", of=of)
+    disk, step = found["disk"], found["step_seconds"]["step"]
+    assert (found["fits"], disk["limit"], disk["written"]) == (True, None, sum(disk["by_category"].values()))
+    assert found["days_of_disk"] == pytest.approx(1200e12 / disk["written"] * step / 86400)
+    assert found["understood"]["disk"] == "no limit, 5 GB/s"
+    for text in ("buffers of files", "disk, each GPU", "of 1,862.65 GiB; written once a step", "spare on the disk",
+                 f"Each step writes {format_bytes(disk['written'])} to a node's disk"):  # fmt: skip
+        assert text in out, text
+
+
 def test_lines_are_short(alst, monkeypatch):
     monkeypatch.setattr("alstlib.planner.command.console", lambda: tables.console(80))
     for options, status in ((EIGHT, 0), (f"{EIGHT} --gpus 2 --seq-len 6M", 1), ("--seq-len 2M", 0)):
@@ -216,8 +229,10 @@ def test_where_nothing_works_it_says_how_to_ask(plan):
 
 
 WORKS = """
-Qwen/Qwen3-32B --gpus 4 --gpu A100-40GB --host-memory 500GB -> LoRA, 566 GiB of host memory on each node, 2 nodes
-microsoft/phi-4 --gpus 1 --gpu RTX4090 --host-memory 64GB   -> LoRA and weights on the host, 8 nodes
+Qwen/Qwen3-32B --gpus 4 --gpu A100-40GB --host-memory 500GB \
+-> a disk of 2 TB on each node and optimizer on the disk, LoRA, 566 GiB of host memory on each node, 2 nodes
+microsoft/phi-4 --gpus 1 --gpu RTX4090 --host-memory 64GB \
+-> a disk of 2 TB on each node and optimizer and weights on the disk, LoRA and weights on the host, 8 nodes
 meta-llama/Llama-3.1-8B --gpus 8 --gpu H100 --host-memory 60GB \
 -> optimizer on the devices, LoRA, 167 GiB of host memory on each node, 8 nodes
 """
@@ -236,6 +251,7 @@ def test_where_nothing_fits_it_says_what_is_missing_and_what_works(of, works, pl
         assert f"{one['seq_len']:,} {format_seconds(one['step_seconds'])}" in out
         more = [f"--set={n}={json.dumps(v)}" for n, v in one["changes"].items()]
         more += [f"--gpus={one['gpus']}", f"--gpus-per-node={one['gpus'] // one['nodes']}"]
+        more += [f"--disk={one['disk']}"] if one["disk"] else []
         plan(shlex.join([*more, f"--host-memory={one['host_memory']}", f"--seq-len={one['seq_len']}"]), 0, of)
 
 
@@ -302,7 +318,8 @@ REFUSED = """
 --gpus 0                        -> the GPUs of this machine, and it has none
 --fragmentation 2               -> a share of at least 0 and below 1
 --set engine.sp=3               -> sp=3 does not divide 8 GPUs
---set engine.offload_optimizer=nvme --set engine.nvme_path=/x -> nvme_path is not planned: the planner does not know
+--set engine.offload_optimizer=nvme -> nvme_path=None must be a folder on a local disk
+--set engine.offload_params=nvme --set engine.nvme_path=/x --set model.dtype=fp32 -> on nvme needs bf16 or fp16
 --preset paper --gpus 24 --set engine.sp=24 -> preset 'paper' cannot share 32/8 heads over sp=24 ranks
 """
 

@@ -10,13 +10,14 @@ from quick_steps import quick  # noqa: F401
 
 from alstlib.base.config import PAPER_ROWS, ROWS, RunConfig, row_config
 from alstlib.base.options import Options
-from alstlib.base.sizing import kv_needed
+from alstlib.base.sizing import kv_needed, zero_bucket
 from alstlib.base.units import GIB
 from alstlib.hf.memory_plan import MemoryPlan
 from alstlib.planner import devices
 from alstlib.planner.gpus import label_bytes, rates_of
 from alstlib.planner.machine import Machine, Overheads, machine_of
 from alstlib.planner.model_shapes import read_shape
+from alstlib.planner.model_states import COPIES, FILES, GRADIENTS, OPTIMIZER, WEIGHTS
 from alstlib.planner.prediction import Loading, longest, predict, states
 from alstlib.planner.preflight import foretell, why_not
 from alstlib.planner.question import Question
@@ -159,6 +160,70 @@ def test_a_disk_takes_what_the_host_has_no_room_for():
     assert slow.seconds["step"] - found.seconds["step"] == pytest.approx(2 * each, rel=0.1)
     limited = OURS.replace(options={"disk": {"folder": "/scratch", "bytes": "1GB"}})
     assert at(6 * 10**11, 10**13, run=limited).disk_limit == 10**9
+
+
+ONE = Machine(gpus=1, host_memory=64 * 10**9, disk=2 * 10**12)
+IN_FILES = OURS.replace(engine={"offload_optimizer": "nvme", "nvme_path": "/scratch"})
+
+
+def test_states_in_files_take_the_disk_and_buffers_of_the_host():
+    """12 bytes a weight, and its gradient's 4. What AdamW moves is read and written too, and nothing hides it."""
+    weights, largest = EIGHT_B.parameters, EIGHT_B.largest_tensor
+    found, short = (predict(EIGHT_B, run, ONE, 50_000) for run in (IN_FILES, OURS))
+    assert (found.fits, short.limit, short.disk) == (True, "host", {})
+    assert found.disk == {OPTIMIZER: 12 * weights, GRADIENTS: 4 * weights}
+    assert found.written == found.disk_peak == 16 * weights
+    assert found.host[FILES] == 4 * 4 * largest
+    assert OPTIMIZER not in found.host
+    assert found.host[GRADIENTS] < 1.2 * 2 * weights + 2**31  # in bf16
+    assert found.device[COPIES] == 4 * zero_bucket(weights)
+    more = found.seconds["optimizer"] - short.seconds["optimizer"]
+    assert more == pytest.approx(28 * weights / 5e9)
+    slow = predict(EIGHT_B, IN_FILES, replace(ONE, disk_rate=1e8), 50_000).seconds
+    assert slow["optimizer"] == pytest.approx(short.seconds["optimizer"] + 28 * weights / 1e8)
+    assert slow["waiting for memory and network"] > 3 * weights / 1e8  # gradients, behind a short backward
+    full = predict(EIGHT_B, IN_FILES, replace(ONE, disk=10**11), 50_000)
+    assert (full.reason, full.missing["disk"]) == ("disk", 16 * weights - 10**11)
+    assert longest(EIGHT_B, IN_FILES, replace(ONE, disk=10**11)) is None
+    eight = predict(EIGHT_B, IN_FILES, Machine(gpus=8, host_memory=64 * 10**9), 50_000)
+    assert eight.disk_peak == pytest.approx(2 * weights, rel=0.01)
+    assert eight.to_dict()["disk"] == {
+        "peak": eight.disk_peak, "limit": None, "by_category": eight.disk, "written": eight.disk_peak
+    }  # fmt: skip
+
+
+def test_weights_in_files():
+    weights, largest = EIGHT_B.parameters, EIGHT_B.largest_tensor
+    both = IN_FILES.replace(engine={"offload_params": "nvme"})
+    found = predict(EIGHT_B, both, ONE, 50_000)
+    assert WEIGHTS not in {**found.host, **found.device}
+    assert (found.disk[WEIGHTS], found.written) == (2 * weights, 18 * weights)
+    assert found.host[FILES] == (16 + 2 * 6) * largest
+    lora = both.replace(model={"lora": {"r": 8}})
+    frozen = predict(EIGHT_B, lora, ONE, 50_000)
+    adapter = EIGHT_B.adapter_parameters(lora.model.lora)
+    assert (frozen.disk[WEIGHTS], frozen.written) == (2 * (weights + adapter), 16 * adapter)
+    slow = predict(EIGHT_B, lora, replace(ONE, disk_rate=1e7), 1000).seconds["waiting for memory and network"]
+    assert slow == pytest.approx(2 * 2 * weights / 1e7, rel=0.02)  # in forward and in backward
+    with pytest.raises(ValueError, match="offload_param on nvme needs bf16 or fp16"):
+        predict(EIGHT_B, both.replace(model={"dtype": "fp32"}), ONE, 50_000)
+
+
+def test_checkpoints_and_states_share_a_disk():
+    found = predict(EIGHT_B, IN_FILES, ONE, 400_000)
+    assert found.disk["checkpoints"] == found.activations.disk > 0
+    assert found.disk_peak - found.activations.disk == 16 * EIGHT_B.parameters
+    small = predict(EIGHT_B, IN_FILES, replace(ONE, disk=16 * EIGHT_B.parameters), 400_000)
+    alone = predict(EIGHT_B, IN_FILES, replace(ONE, checkpoints_on_disk=False), 400_000)
+    assert small.activations.disk == alone.activations.disk == 0
+
+
+def test_a_runs_folder_of_files_is_its_disk(tmp_path):
+    run = IN_FILES.replace(engine={"nvme_path": str(tmp_path), "world_size": 1})
+    here = machine_of(run, 1, 0)
+    assert here.disk > 0
+    assert not here.checkpoints_on_disk
+    assert machine_of(run.replace(options={"disk": str(tmp_path)}), 1, 0).checkpoints_on_disk
 
 
 @pytest.mark.parametrize("row, first, also", [

@@ -196,7 +196,7 @@ def test_a_cpus_memory_holds_devices_and_processes(tmp_path, monkeypatch):
     assert re.search(said, outlook(run, 0))
     result = launch(run, tmp_path)
     assert how(result) == ("oom", "WouldNotFit")
-    assert "a rank's share of the host's free memory is 11.50 GiB" in result["error"]["message"]
+    assert "a rank's share of the free host memory is 11.50 GiB" in result["error"]["message"]
     short = run.replace(data={"seq_len": 64})
     for free[0], message in ((2 * GIB, "None"), (GIB // 2, "process 500.00 MiB")):
         assert message in str(why_not(short, 1, 0))

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import yaml
-from async_files import OPERATOR, async_files
+from async_files import OPERATOR, FileHandle, async_files
 from cases import lines_of, make_model, make_samples, run_with, values_of, whole_state
 from operators import error_of
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -28,6 +28,8 @@ from alstlib.base.config import FIELDS, RunConfig
 from alstlib.data.loader import SPDataLoader
 from alstlib.hf import zero_config
 from alstlib.hf.saving import full_weights
+from alstlib.planner import model_states
+from alstlib.planner.model_states import Sizes
 from alstlib.runs.train import files
 from alstlib.runs.train import state as states
 from alstlib.runs.train.engine import initialize
@@ -167,9 +169,13 @@ def test_any_stage_goes_on_from_any_other(ranks2, tmp_path, source, target, dtyp
     check_continued(ranks2, tmp_path, run_config(*source, dtype=dtype), run_config(*target, dtype=dtype))
 
 
+GROUP = 600_000
+"""Elements of a group of states in files: a model here has two."""
+
+
 def in_files(rank, world, task, compiled, *args):
     """A task of a rank whose optimizer may have its states in files, several groups of them."""
-    with async_files(compiled), mock.patch.object(zero_config, "ON_DISK", 300_000):
+    with async_files(compiled), mock.patch.object(zero_config, "ON_DISK", GROUP):
         return task(rank, world, *args)
 
 
@@ -178,10 +184,19 @@ LARGE = {"vocab_size": 18400, "hidden_size": 64, "intermediate_size": 128}
 
 
 def checked(rank, world, task, folder, *args):
-    """A task, and how much it left in files of this rank."""
-    made = task(rank, world, *args)
-    files = [path.name for path in Path(folder).rglob(f"rank{rank}/*.swp")]
-    return made, sorted(name.partition(".")[0].strip("0123456789_") for name in files if "gradient" not in name)
+    """A task, the files of this rank that it left, their bytes, and those that DeepSpeed pinned to write and read
+    them."""
+    pinned, pin = [], FileHandle.new_cpu_locked_tensor
+
+    def counted(self, numel, like):
+        pinned.append(numel * like.element_size())
+        return pin(self, numel, like)
+
+    with mock.patch.object(FileHandle, "new_cpu_locked_tensor", counted):
+        made = task(rank, world, *args)
+    files = [*Path(folder).rglob(f"rank{rank}/*.swp")]
+    names = (path.name.partition(".")[0].strip("0123456789_") for path in files if "gradient" not in path.name)
+    return made, sorted(names), sum(path.stat().st_size for path in files), sum(pinned)
 
 
 @pytest.mark.parametrize("weights", [False, True])
@@ -201,7 +216,13 @@ def test_states_and_weights_in_files(ranks2, tmp_path, compiled, weights):
         away = away.replace(engine={"offload_params": "nvme"})
     saved = {"host": pool(write, compiled, str(tmp_path / "host"), host, LARGE)[0]}
     want, losses = saved["host"]
-    for made, names in pool(checked, compiled, write, str(swap), str(tmp_path / "away"), away, LARGE):
+    sizes = [p.numel() for p in make_model(**LARGE).parameters()]
+    of = Sizes(parameters=sum(sizes), layer=0, embedding=max(sizes), largest=max(sizes))
+    with mock.patch.object(model_states, "ON_DISK", GROUP):
+        plan = model_states.model_states(away, of, 2, 2 if weights else 4)
+    for made, names, written, pinned in pool(checked, compiled, write, str(swap), str(tmp_path / "away"), away, LARGE):
+        assert sum(plan.disk.values()) == pytest.approx(written, rel=0.05)
+        assert compiled or plan.host[model_states.FILES] == pytest.approx(pinned, rel=0.05)
         saved["away"] = made
         for name, value in made[0].items():
             torch.testing.assert_close(value, want[name])
