@@ -16,7 +16,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 from alstlib.hf.by_position import attention_chunk, scaled_queries, scales_by_position
 from alstlib.hf.handle import Handle
 from alstlib.hf.indexed import AnyMask, has_indexer, select
-from alstlib.hf.support import by_longest, check_attention, with_window
+from alstlib.hf.support import by_longest, check_attention
 from alstlib.hf.vision import tower_modules
 from alstlib.ulysses.selected import selected_attention
 
@@ -26,7 +26,10 @@ def attach_attention(handle: Handle) -> None:
     layer_of = weakref.WeakKeyDictionary(
         {m: i for i, layer in enumerate(handle.facts.layers) for m in layer.modules()}
     )  # fmt: skip
-    untold = weakref.WeakKeyDictionary({a.module: a.untold for call in handle.facts.calls for a in call.attention})
+    told = weakref.WeakKeyDictionary({
+        a.module: {"sliding_window": a.kwargs["sliding_window"]}
+        for call in handle.facts.calls for a in call.attention if "sliding_window" in a.kwargs
+    })  # fmt: skip
     scaled = weakref.WeakSet(_leave_scales_out(handle))
 
     def attend(
@@ -43,7 +46,7 @@ def attach_attention(handle: Handle) -> None:
         assert handle is not None  # hooks of the model hold it
         state = handle.running
         mask = None if isinstance(attention_mask, AnyMask) else attention_mask
-        kwargs = with_window(kwargs, untold.get(module))
+        kwargs = {**told.get(module, {}), **kwargs}  # a window that only the model's mask has
         check_attention(module, mask, dropout, kwargs)
         inputs = state.inputs
         if module in scaled:

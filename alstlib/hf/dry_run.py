@@ -59,8 +59,7 @@ class AttentionCall:
     mask: Any
     dropout: float
     kwargs: dict[str, Any]
-    untold: int | None = None
-    """The window of the mask that its model makes, where the layer does not say it to its attention (PhiMoE)."""
+    """What it hands over besides; also the window of the mask that its model makes, where it does not say it (PhiMoE)."""
 
 
 @dataclass
@@ -102,8 +101,13 @@ def dry_run(model: PreTrainedModel, layers: Sequence[nn.Module]) -> tuple[list[L
             if not logits:
                 raise
     if masks == {MASK_WITH_WINDOW}:
+        window = config.sliding_window
         for call in calls:
-            call.attention = [_with_window(a, config.sliding_window) for a in call.attention]
+            call.attention = [
+                replace(a, keys=replace(a.keys, window=window), kwargs={**a.kwargs, "sliding_window": window})
+                if "sliding_window" not in a.kwargs else a
+                for a in call.attention
+            ]  # fmt: skip
     outermost = model.get_output_embeddings() in model._modules.values()
     return calls, _transform(config, logits[0], made) if outermost and logits else None
 
@@ -209,13 +213,6 @@ def _masks_made(model: nn.Module) -> Iterator[set[str]]:
             for name in {MASK_WITH_WINDOW, "create_causal_mask"} & vars(file).keys():
                 patched.enter_context(mock.patch.object(file, name, noting(name, getattr(file, name))))
         yield made
-
-
-def _with_window(call: AttentionCall, window: int) -> AttentionCall:
-    """A call of attention in a model whose masks all have this window, where it does not say it."""
-    if "sliding_window" in call.kwargs:
-        return call
-    return replace(call, untold=window, keys=replace(call.keys, window=window))
 
 
 def _for_layer(value: Any) -> Any:

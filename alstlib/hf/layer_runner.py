@@ -21,9 +21,8 @@ from torch.utils._pytree import tree_flatten
 
 from alstlib.base.recompute import Saved, with_gradient
 from alstlib.hf.handle import Handle
-from alstlib.hf.indexed import WHY_WHOLE, has_indexer
 from alstlib.hf.shared import apart, is_shared
-from alstlib.hf.support import Facts, layer_name
+from alstlib.hf.support import Facts, layer_name, why_whole
 from alstlib.linear.adapters import is_tokenwise
 from alstlib.offload.checkpoints import Segment, checkpoint
 from alstlib.streaming.chunked import LayerChunk, Stream
@@ -34,7 +33,7 @@ def attach_runners(handle: Handle, layers: Sequence[nn.Module]) -> None:
     """Layers' own `forward` is wrapped on the instance: engines' hooks stay outside, in every transformers version."""
     kind: type[LayerRunner] = Whole if handle.chunk is None else Chunked
     if handle.chunk is not None:
-        _check_chunks(handle)
+        _check_chunks(handle.facts)
     chain = Chain()
     for i, layer in enumerate(layers):
         handle.set_forward(layer, kind(handle, chain, layer, i))
@@ -229,15 +228,12 @@ CACHES = {"past_key_values", "past_key_value", "layer_past", "cache_params"}
 """What layers call a cache. One that takes none may need all tokens at once."""
 
 
-def _check_chunks(handle: Handle) -> None:
+def _check_chunks(facts: Facts) -> None:
     """Refuse a model whose layers cannot run in chunks (ValueError)."""
-    for i, layer in enumerate(handle.facts.layers):
-        if not CACHES & set(inspect.signature(layer.forward).parameters):
-            raise ValueError(f"{layer_name(i, layer)} takes no cache, so it cannot run in chunks; use chunk=None")
-        if any(has_indexer(m) for m in layer.modules()):
-            raise ValueError(f"{layer_name(i, layer)} {WHY_WHOLE}; use chunk=None")
-    for i, call in enumerate(handle.facts.calls):
-        where, tokens = layer_name(i, call.layer), call.hidden.shape[handle.facts.tokens_at]
+    for i, call in enumerate(facts.calls):
+        where, tokens = layer_name(i, call.layer), call.hidden.shape[facts.tokens_at]
+        if not CACHES & set(inspect.signature(call.layer.forward).parameters):
+            raise ValueError(f"{where} takes no cache, so it cannot run in chunks; use chunk=None")
         others = tree_flatten(call.others)[0]
         for value in others:
             _token_dimension(value, tokens, call.layer)
@@ -246,8 +242,8 @@ def _check_chunks(handle: Handle) -> None:
                 raise ValueError(f"{where} shares a tensor {list(t.shape)} that is no keys or values; use chunk=None")
         if call.more:
             raise ValueError(f"{where} {RETURNS_MORE}")
-        if len(call.attention) > 1:
-            raise ValueError(f"{where} calls attention more than once, so it cannot run in chunks; use chunk=None")
+        if why := why_whole(i, call.layer, len(call.attention)):
+            raise ValueError(f"{why}, so it cannot run in chunks; use chunk=None")
 
 
 def tokens_first(x: Tensor, facts: Facts) -> Tensor:

@@ -33,13 +33,10 @@ class Facts:
     """Calls of these layers in a dry run."""
     transform: LogitTransform | None
     """What the model does to the logits after its head; None where that is not known."""
-    heads: int
-    """Query heads of the layer with the widest attention output."""
-    value_width: int
-    """Width of the value of one of these heads."""
-    kv_heads: int = 0
-    kv_widths: int = 0
-    """Key/value heads of the layer that has the most of them by width, and the width of a key and a value together."""
+    output: Keys
+    """Heads of the layer with the widest attention output."""
+    most: Keys
+    """Heads of the layer that keeps the most keys and values by their width."""
     tokens_at: int = 1
     """The dimension of a layer's hidden states that goes with its tokens."""
     offset: int = 0
@@ -127,12 +124,14 @@ def check_model(model: PreTrainedModel, kernel: str | Callable[..., Any]) -> Fac
     except ValueError as e:
         raise ValueError(f"layer 0 of {name} ({type(layers[0]).__name__}): {e}") from None
     without = {call.layer for call in calls if call.finished and not call.attention}
+    calling = Counter(call.layer for call in calls for _ in call.attention)
     last, parts = {call.layer: call for call in calls}, [m for layer in layers for m in layer.modules()]
     return Facts(
-        layers=layers, calls=calls, transform=transform, heads=output.heads, value_width=output.value_width,
-        kv_heads=most.kv_heads, kv_widths=most.widths, offset=offset, tokens_at=[*calls[0].hidden.shape].index(ROWS),
+        layers=layers, calls=calls, transform=transform, output=output, most=most, offset=offset,
+        tokens_at=[*calls[0].hidden.shape].index(ROWS),
         attending=[i for i, layer in enumerate(layers) if layer not in without],
-        keys=[_keys(last[layer], most) for layer in layers], not_by_blocks=_not_by_blocks(layers, calls),
+        keys=[_keys(last[layer], most) for layer in layers],
+        not_by_blocks=next(filter(None, (why_whole(i, layer, calling[layer]) for i, layer in enumerate(layers))), ""),
         by_longest=any(by_longest(m) for m in model.modules()), routers=_routers(model), granule=backend.granule,
         attention_chunk=next((size for m in parts if (size := attention_chunk(m))), None),
         scales_by_position=any(scales_by_position(m) for m in parts),
@@ -170,15 +169,11 @@ def layer_name(index: int | str, layer: nn.Module) -> str:
     return f"layer {index} ({type(layer).__name__})"
 
 
-def _not_by_blocks(layers: Sequence[nn.Module], calls: Sequence[LayerCall]) -> str:
-    """Why a layer cannot run on some of the tokens, by its calls in a dry run; empty where all can."""
-    attended = Counter(call.layer for call in calls for _ in call.attention)
-    for i, layer in enumerate(layers):
-        if attended[layer] > 1:
-            return f"{layer_name(i, layer)} calls attention more than once"
-        if any(has_indexer(m) for m in layer.modules()):
-            return f"{layer_name(i, layer)} {WHY_WHOLE}"
-    return ""
+def why_whole(index: int, layer: nn.Module, attended: int) -> str:
+    """Why a layer that calls attention so often cannot run on some of the tokens; empty where it can."""
+    if attended > 1:
+        return f"{layer_name(index, layer)} calls attention more than once"
+    return f"{layer_name(index, layer)} {WHY_WHOLE}" if any(has_indexer(m) for m in layer.modules()) else ""
 
 
 def by_longest(module: nn.Module) -> bool:
@@ -212,7 +207,7 @@ def _check_calls(model: PreTrainedModel, calls: Sequence[LayerCall]) -> None:
             name = type(model).__name__
             raise ValueError(f"{name} computes attention by itself, not through transformers' AttentionInterface")
         for a in call.attention:
-            check_attention(a.module, a.mask, a.dropout, with_window(a.kwargs, a.untold))
+            check_attention(a.module, a.mask, a.dropout, a.kwargs)
 
 
 SLIDING = ("sliding_attention", "hybrid_sliding")
@@ -277,11 +272,6 @@ def heads_of(config: Any) -> tuple[int, int, int]:
         return 0, 0, 0
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     return heads, getattr(config, "num_key_value_heads", None) or heads, width
-
-
-def with_window(kwargs: dict[str, Any], untold: int | None) -> dict[str, Any]:
-    """What a layer hands to its attention, with the window that only its model's mask has."""
-    return kwargs if untold is None else {**kwargs, "sliding_window": untold}
 
 
 def check_attention(module: nn.Module, mask: Any, dropout: float, kwargs: dict[str, Any]) -> None:
