@@ -233,7 +233,7 @@ def _attach_calls(handle: Handle, shared: list[tuple[str, nn.Parameter]]) -> Non
         if state.blocks is None:  # `block_step` has exchanged those of the whole batch
             inputs = of_all_ranks(kwargs, state.inputs, handle.chunk, handle.facts, handle.ctx)
             state = replace(state, inputs=inputs, travels=travels(handle, inputs, kwargs))
-            give_images(handle, kwargs, inputs)
+        give_images(handle, kwargs, state)
         begin(replace(state, outer=now()))
         return (), kwargs
 

@@ -32,7 +32,7 @@ from alstlib.hf.causal_lm_loss import (
 from alstlib.hf.handle import Handle
 from alstlib.hf.inputs import STATE, agree, check_number, handle_of, of_all_ranks, read_call
 from alstlib.hf.pass_state import Objective, PassState
-from alstlib.hf.vision import give_images, images_of_block, no_images
+from alstlib.hf.vision import no_images
 from alstlib.streaming.blocks import Blocks
 from alstlib.ulysses.alltoall import stripe, unstripe
 
@@ -312,10 +312,6 @@ class MicroBatch:
         self.blocks.begin(index, making)
         tokens, inputs = self.blocks.tokens, self.state.inputs
         cut = {name: self.kwargs[name][:, tokens].contiguous() for name in ("input_ids", "position_ids")}
-        if inputs.images:
-            give_images(
-                self.handle, cut, replace(inputs, images=images_of_block(self.handle, inputs.images, self.blocks))
-            )
         cut[STATE] = replace(self.state, inputs=replace(inputs, labels=self.labels[:, tokens].contiguous()))
         if making:
             self.replays[index] = Replay(self.labels.device)
