@@ -82,49 +82,36 @@ def attach_attention(handle: Handle) -> None:
 def _leave_scales_out(handle: Handle) -> set[nn.Module]:
     """Tell the modules that scale queries by position to leave it out; returns them."""
 
-    def without_scale(module: Any, original: Any) -> Any:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if handle.plain:
-                return original(*args, **kwargs)
-            module.attn_temperature_tuning = False
-            try:
-                return original(*args, **kwargs)
-            finally:
-                module.attn_temperature_tuning = True
-
-        return forward
+    def without_scale(module: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+        module.attn_temperature_tuning = False
+        try:
+            return original(*args, **kwargs)
+        finally:
+            module.attn_temperature_tuning = True
 
     found = {m for layer in handle.facts.layers for m in layer.modules() if scales_by_position(m)}
     for module in found:
-        handle.set_forward(module, without_scale(module, module.forward))
+        handle.set_forward(module, functools.partial(without_scale, module, module.forward))
     return found
 
 
 def _attach_indexers(handle: Handle) -> None:
     """Let indexers select keys of the whole sequence for this rank's tokens."""
 
-    def with_mask(original: Any) -> Any:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return original(*args, **kwargs if handle.plain else {**kwargs, "attention_mask": AnyMask()})
+    def with_mask(original: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(*args, **{**kwargs, "attention_mask": AnyMask()})
 
-        return forward
-
-    def selecting(indexer: Any, original: Any) -> Any:
-        def forward(
-            hidden_states: Tensor, q_resid: Tensor, position_embeddings: Any, *args: Any, **kwargs: Any
-        ) -> Tensor:  # fmt: skip
-            if handle.plain:
-                return original(hidden_states, q_resid, position_embeddings, *args, **kwargs)
-            inputs, exchange = handle.running.inputs, handle.attention.exchange
-            given = hidden_states, q_resid, position_embeddings, inputs.documents, inputs.sample_tokens
-            return select(indexer, original, *given, exchange)
-
-        return forward
+    def selecting(
+        indexer: Any, original: Any, hidden_states: Tensor, q_resid: Tensor, position_embeddings: Any, *_: Any, **__: Any
+    ) -> Tensor:  # fmt: skip
+        inputs, exchange = handle.running.inputs, handle.attention.exchange
+        given = hidden_states, q_resid, position_embeddings, inputs.documents, inputs.sample_tokens
+        return select(indexer, original, *given, exchange)
 
     for module in [m for layer in handle.facts.layers for m in layer.modules() if has_indexer(m)]:
         indexer: Any = module.indexer
-        handle.set_forward(module, with_mask(module.forward))
-        handle.set_forward(indexer, selecting(indexer, indexer.forward))
+        handle.set_forward(module, functools.partial(with_mask, module.forward))
+        handle.set_forward(indexer, functools.partial(selecting, indexer, indexer.forward))
 
 
 def _view(handle: Handle, config: PreTrainedConfig, name: str, views: dict[int, PreTrainedConfig]) -> PreTrainedConfig:
@@ -163,18 +150,15 @@ def attach_rotary(handle: Handle) -> None:
     rank, in every tile and in every block: the largest position of the sequence (`inputs.of_all_ranks`) is added to the
     positions at hand, and what comes out for it is dropped."""
 
-    def with_longest(original: Any) -> Any:
-        def forward(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-            longest = None if handle.state is None else handle.state.inputs.longest
-            if longest is None:
-                return original(x, position_ids, *args, **kwargs)
-            at = torch.cat([position_ids, longest.expand(*position_ids.shape[:-1], 1)], -1)
-            made = original(x, at, *args, **kwargs)
-            along = 1 if position_ids.ndim == 2 else -2  # [B, L, W], or with several kinds of positions [.., B, L, W]
-            return tuple(t.narrow(along, 0, t.shape[along] - 1) for t in made)
-
-        return forward
+    def with_longest(original: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        longest = None if handle.state is None else handle.state.inputs.longest
+        if longest is None:
+            return original(x, position_ids, *args, **kwargs)
+        at = torch.cat([position_ids, longest.expand(*position_ids.shape[:-1], 1)], -1)
+        made = original(x, at, *args, **kwargs)
+        along = 1 if position_ids.ndim == 2 else -2  # [B, L, W], or with several kinds of positions [.., B, L, W]
+        return tuple(t.narrow(along, 0, t.shape[along] - 1) for t in made)
 
     for module in handle.model.modules():
         if by_longest(module):
-            handle.set_forward(module, with_longest(module.forward))
+            handle.set_forward(module, functools.partial(with_longest, module.forward))

@@ -97,9 +97,16 @@ class Handle:
         asked = self.options.tile(part)
         return None if asked is True else int(asked)
 
-    def set_forward(self, module: nn.Module, forward: Any) -> None:
-        """Give this one module another `forward`, until detach; torch.compile leaves it as it is."""
-        self.edits.set(module, "forward", torch.compiler.disable(forward))
+    def set_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        """Give this one module another `forward`, until detach, for when the model does not run as its own;
+        torch.compile leaves it as it is."""
+        original = module.forward
+
+        @torch.compiler.disable
+        def either(*args: Any, **kwargs: Any) -> Any:
+            return (original if self.plain else forward)(*args, **kwargs)
+
+        self.edits.set(module, "forward", either)
 
     def swap(self, old: nn.Module, new: nn.Module) -> None:
         """Put `new` where `old` is, everywhere in the model, until detach; torch.compile leaves it as it is."""

@@ -90,7 +90,7 @@ class LayerRunner:
         self.looked = not self.unread.mlps
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.handle.plain or not (torch.is_grad_enabled() or self.always):
+        if not (torch.is_grad_enabled() or self.always):
             return self.original(*args, **kwargs)
         x, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
         return self.run(x, args, kwargs)

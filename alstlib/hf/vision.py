@@ -14,6 +14,7 @@ makes, m placeholders of its slice.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import re
@@ -83,7 +84,7 @@ def attach_vision(handle: Handle) -> None:
     if handle.options.checkpoint:
         for layer in tower_modules(handle.model):
             if isinstance(layer, GradientCheckpointingLayer):
-                handle.set_forward(layer, _checkpointed(handle, layer, layer.forward))
+                handle.set_forward(layer, functools.partial(_checkpointed, handle, layer, layer.forward))
 
 
 def tower_modules(model: PreTrainedModel) -> list[nn.Module]:
@@ -185,18 +186,13 @@ def give_images(handle: Handle, kwargs: dict[str, Any], state: PassState) -> Non
         kwargs[name] = value.to(state.inputs.device, non_blocking=True) if isinstance(value, Tensor) else value
 
 
-def _checkpointed(handle: Handle, layer: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
-    """A layer of the tower that keeps only its input, in the store of the text's layers."""
-    first = next(iter(inspect.signature(original).parameters))
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if handle.state is None:
-            return original(*args, **kwargs)
-        x, args = (args[0], args[1:]) if args else (kwargs.pop(first), ())
-        trains = any(p.requires_grad for p in layer.parameters())
-        return checkpoint(original, x, *args, store=handle.store, trains=trains, module=layer, **kwargs)
-
-    return forward
+def _checkpointed(handle: Handle, layer: nn.Module, original: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a layer of the tower that keeps only its input, in the store of the text's layers."""
+    if handle.state is None:
+        return original(*args, **kwargs)
+    x = args[0] if args else kwargs.pop(next(iter(inspect.signature(original).parameters)))
+    trains = any(p.requires_grad for p in layer.parameters())
+    return checkpoint(original, x, *args[1:], store=handle.store, trains=trains, module=layer, **kwargs)
 
 
 # ----- features
