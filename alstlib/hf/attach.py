@@ -127,15 +127,13 @@ def _attach_mlps(handle: Handle, layers: Sequence[nn.Module]) -> None:
         if not mlps and not all(is_norm(m) or _only_mixes(m) for m in children.values()):
             handle.notes.append(f"{layer_name(i, layer)} has no MLP module: left untiled")
         for name, m in children.items() if mlps else ():
-            if name in mlps:
-                why = why_untiled(m, handle.options.experts_by_token)
-            else:
+            if name not in mlps:
                 why = "is not inside its MLP" if name == "experts" or hasattr(m, "experts") else ""
-            if why:
-                handle.notes.append(f"layer {i}: {name} ({type(m).__name__}) {why}: left untiled")
-            elif name in mlps:
+            elif not (why := why_untiled(m, handle.options.experts_by_token)):
                 kind: Any = type(m)
                 handle.swap(m, (tiled_kind(kind) if routes(m) else TiledMLP)(m, tile))
+            if why:
+                handle.notes.append(f"layer {i}: {name} ({type(m).__name__}) {why}: left untiled")
 
 
 def _only_mixes(module: nn.Module) -> bool:
@@ -298,9 +296,8 @@ def _in_order(handle: Handle, state: PassState, logps: Tensor) -> Tensor:
     chunk, found, ctx = handle.chunk, state.objective.statistics, handle.ctx
     if not state.inputs.striped or chunk is None:
         return logps
-    if found is not None:
-        found.entropy, found.mean = (unstripe(t, chunk, ctx) for t in (found.entropy, found.mean))
-        found.correct = unstripe(found.correct.to(torch.uint8), chunk, ctx).bool()
+    for name, t in {} if found is None else vars(found).items():
+        setattr(found, name, unstripe(t.to(logps.dtype), chunk, ctx).to(t.dtype))
     return unstripe(logps, chunk, ctx)
 
 

@@ -43,7 +43,7 @@ OURS = (
 """Keyword arguments that an attached model takes and its own forward does not see."""
 REFUSED = {
     **dict.fromkeys(
-        ("pixel_values", "input_features", "encoder_hidden_states", "token_type_ids"),
+        ("input_features", "encoder_hidden_states", "token_type_ids"),
         "tokens attend causally to tokens; leave it out",
     ),
     **dict.fromkeys(("past_key_values", "use_cache"), "call generate() with sp=1, or after detach()"),

@@ -91,12 +91,8 @@ def token_logps(
         state = read_call(handle, given := fields_of(batch), objective, block or handle.chunk, agreement)
     if block is not None and agreement.count > 1:
         micro = MicroBatch(handle, given, state, block)
-        order = micro.order(batch, agreement.count)
-        try:
+        with micro.order(batch, agreement.count) as order:
             made = micro.in_order(run_forward(model, order))
-        finally:
-            for part, _ in order:
-                part.close()
         return TokenLogps(made[0], made[1], made[2].bool(), made[3]) if statistics else made
     logps = model(**given, **{STATE: state}).logits
     return logps if found is None else TokenLogps(logps, found.entropy, found.correct, found.mean)
