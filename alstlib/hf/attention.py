@@ -45,9 +45,8 @@ def attach_attention(handle: Handle) -> None:
         handle = alive()
         assert handle is not None  # hooks of the model hold it
         state = handle.running
-        mask = None if isinstance(attention_mask, AnyMask) else attention_mask
         kwargs = {**told.get(module, {}), **kwargs}  # a window that only the model's mask has
-        check_attention(module, mask, dropout, kwargs)
+        check_attention(module, attention_mask, dropout, kwargs)
         inputs = state.inputs
         if module in scaled:
             assert inputs.positions is not None

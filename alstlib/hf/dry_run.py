@@ -9,6 +9,7 @@ model does to its logits.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import sys
 import uuid
@@ -20,7 +21,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from alstlib.hf.by_position import attention_chunk
@@ -88,9 +89,9 @@ def dry_run(model: PreTrainedModel, layers: Sequence[nn.Module]) -> tuple[list[L
     calls: list[LayerCall] = []
     token = int(getattr(config, "pad_token_id", None) == 0)  # any but padding, of which some models warn
     inputs: dict[str, Any] = {"input_ids": torch.full((1, ROWS), token), "position_ids": torch.arange(ROWS)[None]}
-    inputs |= {"use_cache": False}
+    inputs["use_cache"] = False
     if getattr(config, "output_router_logits", False):  # there are none
-        inputs |= {"output_router_logits": False}
+        inputs["output_router_logits"] = False
     with (
         unset_fake_temporarily(), _without_triton(), torch.enable_grad(), torch.random.fork_rng(devices=[]),
         torch.autocast("cpu", enabled=False), _masks_made(model) as masks, _standing_in(model, layers, calls) as logits,
@@ -138,31 +139,31 @@ def _standing_in(model: Any, layers: Sequence[nn.Module], calls: list[LayerCall]
     training = {m: m.training for m in model.modules()}
     configs = {id(c): c for m in training for c in vars(m).values() if isinstance(c, PreTrainedConfig)}
 
-    def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **kwargs: Any) -> Any:
-        mask, dropout = kwargs.pop("attention_mask", mask), kwargs.pop("dropout", 0.0)
-        mask = None if isinstance(mask, AnyMask) else mask
+    def attend(
+        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any = None, dropout: float = 0.0,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
         if calls:
             window = kwargs.get("sliding_window") or attention_chunk(module)
             keys = Keys(q.shape[1], k.shape[1], q.shape[3], v.shape[3], window)
-            calls[-1].attention.append(AttentionCall(module, keys, mask, dropout, kwargs))
+            calls[-1].attention.append(AttentionCall(module, keys, attention_mask, dropout, kwargs))
         return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]), None
 
     def call_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         nonlocal inside
         x, *others = [*args, *kwargs.values()] if args else [kwargs.pop("hidden_states"), *kwargs.values()]
         calls.append(call := LayerCall(layer, x, tuple(others)))
-        args, inside = (x, *args[1:]), True
+        # a mapping in which layers leave something for each other stays
+        args, kwargs = tree_map_only(Tensor, lambda t: t.to("meta"), ((x, *args[1:]), kwargs))
+        inside = True
         try:
-            out = layer.forward(
-                *(_for_layer(value) for value in args),
-                **{key: _for_layer(value) for key, value in kwargs.items()},
-            )
+            out = layer.forward(*args, **kwargs)
         except Exception:  # whatever code of the model it was
             return x
         finally:
             inside = False
         call.finished, call.more = True, isinstance(out, tuple) and any(o is not None for o in out[1:])
-        return tree_map(lambda t: torch.zeros_like(t, device="cpu") if isinstance(t, Tensor) else t, out)
+        return tree_map_only(Tensor, functools.partial(torch.zeros_like, device="cpu"), out)
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if module is head:
@@ -213,11 +214,6 @@ def _masks_made(model: nn.Module) -> Iterator[set[str]]:
             for name in {MASK_WITH_WINDOW, "create_causal_mask"} & vars(file).keys():
                 patched.enter_context(mock.patch.object(file, name, noting(name, getattr(file, name))))
         yield made
-
-
-def _for_layer(value: Any) -> Any:
-    """A layer's argument for the meta device. A mapping in which layers leave something for each other stays."""
-    return tree_map(lambda t: t.to("meta") if isinstance(t, Tensor) else t, value)
 
 
 def _weights(model: nn.Module, layers: Sequence[nn.Module]) -> dict[str, Tensor]:

@@ -34,7 +34,7 @@ def attach_runners(handle: Handle, layers: Sequence[nn.Module]) -> None:
     kind: type[LayerRunner] = Whole if handle.chunk is None else Chunked
     if handle.chunk is not None:
         _check_chunks(handle.facts)
-    chain = Chain()
+    chain = Chain(len(layers))
     for i, layer in enumerate(layers):
         handle.set_forward(layer, kind(handle, chain, layer, i))
 
@@ -57,7 +57,8 @@ class Chain:
     """The segment that the layer which ran last belongs to. The next layer goes on with it where it may: it is the next
     one, gets what the last one returned (a model may do something in between), and the segment is not full."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int) -> None:
+        self.layers = layers
         self._last: Callable[[], Segment | None] = lambda: None
 
     def segment(self, index: int, x: Tensor, every: int) -> Segment:
@@ -65,6 +66,8 @@ class Chain:
         found = self._last() if index > 0 else None
         if found is None or not found.continues_with(x):
             found = Segment(every)
+        if index == self.layers - 1:
+            found.every = 0  # none follows
         self._last = weakref.ref(found)  # it lives as long as the graph
         return found
 
@@ -85,7 +88,6 @@ class LayerRunner:
     def __init__(self, handle: Handle, chain: Chain, layer: nn.Module, index: int) -> None:
         self.handle, self.chain, self.layer, self.index = handle, chain, layer, index
         self.original = layer.forward
-        self.last = index == len(handle.facts.layers) - 1
         self.unread = Unread(layer)
         self.looked = not self.unread.mlps
 
@@ -110,7 +112,6 @@ class Whole(LayerRunner):
         shared, leaves, tensors, mappings = apart(args, kwargs)
         saved, weights = Saved(keep=plan.keeps_attention(self.index)), self.trainable()
         state = replace(state, saved=saved, drew=set(), followers=self.unread.followers)
-        segment = self.chain.segment(self.index, x, plan.inputs_kept_every)
 
         def run(x: Tensor, tensors: list[Tensor], leaves: list[Any]) -> Any:
             graph = saved.stage == "graph"
@@ -132,10 +133,9 @@ class Whole(LayerRunner):
         taken = taken or any(hasattr(m, "unshard") for m in self.layer.modules())
         out = checkpoint(
             run, x, tensors, leaves, store=handle.store, saved=saved, trains=bool(weights), accept=self.unread.accept,
-            segment=segment, module=self.layer, weights=None if taken else weights,
+            segment=self.chain.segment(self.index, x, plan.inputs_kept_every), module=self.layer,
+            weights=None if taken else weights,
         )  # fmt: skip
-        if self.last:
-            segment.end = None
         return shared.leave(mappings, out)
 
     def look(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -175,12 +175,11 @@ class Chunked(LayerRunner):
         shared, leaves, tensors, mappings = apart(args, kwargs)
         cuts = [_token_dimension(t, x.shape[1], self.layer) for t in leaves]
         trained = {i: t for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.requires_grad}
-        fixed: list[tuple[Any, int | None]] = [
-            (None, None) if i in trained else pair for i, pair in enumerate(zip(leaves, cuts))
-        ]  # fmt: skip
+        for i in trained:  # held by autograd below
+            leaves[i] = cuts[i] = None
 
         def run(part: Tensor, piece: LayerChunk, *beside: Tensor) -> Tensor:
-            mine = [t if at is None else t[(slice(None),) * at + (piece.tokens,)] for t, at in fixed]
+            mine = [t if at is None else t[(slice(None),) * at + (piece.tokens,)] for t, at in zip(leaves, cuts)]
             if state.travels:  # what is made for all layers may lie on the host too
                 mine = [t.to(part.device, non_blocking=True) if isinstance(t, Tensor) else t for t in mine]
             for i, t in zip(trained, beside):
@@ -195,19 +194,17 @@ class Chunked(LayerRunner):
             return tokens_first(self.only(out), facts)
 
         assert handle.chunk is not None
-        segment = self.chain.segment(self.index, x, plan.inputs_kept_every)
         stream = Stream(
             run=run, chunk=handle.chunk, ranks=handle.ctx.sp, store=handle.store,
             keep=plan.keeps_attention(self.index), params=self.trainable, accept=self.unread.accept, module=self.layer,
             device=state.inputs.device, travels=state.travels, kv_on_host=plan.kv_on_host,
-            tokenwise=self.tokenwise, whole=functools.partial(run_whole, self.layer), choices=handle.page_chooser(),
+            tokenwise=self.tokenwise, whole=run_whole, choices=handle.page_chooser(),
         )  # fmt: skip
-        out, *left = stream(x, segment, [*trained.values(), *(t.transpose(1, 2) for t in tensors)])
-        if self.last:
-            segment.end = None
-        shared.leave(mappings, [None, *(t.transpose(1, 2) for t in left)])
+        beside = [*trained.values(), *(t.transpose(1, 2) for t in tensors)]
+        out, *left = stream(x, self.chain.segment(self.index, x, plan.inputs_kept_every), beside)
         out = as_given(out, facts)
-        return out if self.nothing is None else (out, *self.nothing)
+        out = out if self.nothing is None else (out, *self.nothing)
+        return shared.leave(mappings, shared.joined(out, [t.transpose(1, 2) for t in left]))
 
     def only(self, out: Any) -> Tensor:
         """The output alone, of what the layer returned.

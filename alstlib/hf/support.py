@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from alstlib.base.mesh import ATTACHED
 from alstlib.hf.by_position import CHUNKED, attention_chunk, scales_by_position
 from alstlib.hf.dry_run import MASK_WITH_WINDOW, ROWS, Keys, LayerCall, dry_run
-from alstlib.hf.indexed import INDEXED, WHY_WHOLE, has_indexer
+from alstlib.hf.indexed import INDEXED, WHY_WHOLE, AnyMask, has_indexer
 from alstlib.kernels.backends import choose_backend, of_user
 from alstlib.linear.adapter import plain_forward
 from alstlib.linear.adapters import KINDS, is_tokenwise, mixers_of
@@ -278,7 +278,7 @@ def check_attention(module: nn.Module, mask: Any, dropout: float, kwargs: dict[s
     """Refuse what only a call shows: `kwargs` is what the layer hands to its attention besides q, k and v."""
     index = getattr(module, "layer_idx", None)
     where = layer_name("?" if index is None else index, module)
-    if mask is not None:
+    if mask is not None and not isinstance(mask, AnyMask):
         raise ValueError(
             f"{where} makes an attention mask by itself, and masks of the whole sequence are not supported"
         )

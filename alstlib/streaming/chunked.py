@@ -188,7 +188,8 @@ class Stream:
         kv_on_host: keys, values and the sums of their gradients lie there too.
         choices: which pages of keys this call's chunks see, where attention is sparse; None: all.
         tokenwise: the layer mixes no tokens.
-        whole: calls a function of the layer's input in another layer's backward, with weights that an engine put away.
+        whole: calls a function of the module and its input in another layer's backward, with weights that an engine has
+            put away.
     """
 
     run: Callable[..., Tensor]
@@ -204,7 +205,7 @@ class Stream:
     kv_on_host: bool = False
     choices: PageChooser | None = None
     tokenwise: bool = False
-    whole: Callable[[Tensor, Callable[[], Tensor]], Tensor] = lambda x, run: run()
+    whole: Callable[[Any, Tensor, Callable[[], Tensor]], Tensor] = lambda module, x, run: run()
     replays: list[Replay] = field(default_factory=list)
     """What the recompute of each chunk takes over from its first pass."""
     tickets: list[Any] = field(default_factory=list)
@@ -277,7 +278,7 @@ class Stream:
         return self.store.unpark(held, device) if self.travels else self.store.get(held, device)[0]
 
     def again(self, x: Tensor, device: torch.device) -> Tensor:
-        return self.whole(x, functools.partial(self.without_graph, x))
+        return self.whole(self.module, x, functools.partial(self.without_graph, x))
 
 
 class _Streamed(torch.autograd.Function):
