@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -71,23 +70,23 @@ def apply(model: PreTrainedModel, ctx: SPContext | None = None, options: Options
         if unknown and (ctx.sp > 1 or options.chunk is not None):
             raise ValueError(unknown)
         facts = replace(facts, not_by_blocks=facts.not_by_blocks or unknown)
-    layers, handle = facts.layers, Handle(model, ctx, options, facts)
+    handle = Handle(model, ctx, options, facts)
     handle.images = image_layout(model)
     handle.notes += notes
     try:
         attach_attention(handle)
         attach_states(handle)
         if options.tile("mlp"):
-            _attach_mlps(handle, layers)
+            _attach_mlps(handle)
         if options.tile("norm") and options.chunk is None:
-            _attach_norms(handle, layers)
+            _attach_norms(handle)
         if options.tile("loss"):
             _attach_head(handle)
         _stop_own_checkpointing(handle)
         if options.checkpoint or options.chunk is not None:
-            attach_runners(handle, layers)
+            attach_runners(handle)
         leaves = [m for m in model.modules() if getattr(m, "_z3_leaf", False)]
-        shared = shared_weights(model, [*(layers if options.checkpoint else []), *leaves])
+        shared = shared_weights(model, [*(facts.layers if options.checkpoint else []), *leaves])
         check_shared(shared)
         attach_blocks(handle)
         attach_rotary(handle)
@@ -119,9 +118,9 @@ def apply(model: PreTrainedModel, ctx: SPContext | None = None, options: Options
 # ----- tiled MLP and head
 
 
-def _attach_mlps(handle: Handle, layers: Sequence[nn.Module]) -> None:
+def _attach_mlps(handle: Handle) -> None:
     tile = handle.tile("mlp")
-    for i, layer in enumerate(layers):
+    for i, layer in enumerate(handle.facts.layers):
         children = dict(layer.named_children())
         mlps = {*MLPS, *(["mixer"] if is_tokenwise(layer) else [])} & set(children)
         if not mlps and not all(is_norm(m) or _only_mixes(m) for m in children.values()):
@@ -141,9 +140,9 @@ def _only_mixes(module: nn.Module) -> bool:
     return adapter_of(module) is not None or type(module).__name__.endswith("Attention")
 
 
-def _attach_norms(handle: Handle, layers: Sequence[nn.Module]) -> None:
+def _attach_norms(handle: Handle) -> None:
     tile = handle.tile("norm")
-    for layer in layers:
+    for layer in handle.facts.layers:
         for name, norm in list(layer.named_children()):
             if is_norm(norm) and not name.startswith(("post_feedforward", "post_mlp")):
                 handle.swap(norm, TiledNorm(norm, tile))
@@ -229,7 +228,7 @@ def _attach_calls(handle: Handle, shared: list[tuple[str, nn.Parameter]]) -> Non
                     raise ValueError("give the model's inputs by name: input_ids=..., shift_labels=...")
                 state = read_call(handle, kwargs, Objective(), handle.chunk, agreement)
         if state.blocks is None:  # `block_step` has exchanged those of the whole batch
-            inputs = of_all_ranks(kwargs, state.inputs, handle.chunk, handle.facts, handle.ctx)
+            inputs = of_all_ranks(handle, kwargs, state.inputs, handle.chunk)
             state = replace(state, inputs=inputs, travels=travels(handle, inputs, kwargs))
         give_images(handle, kwargs, state)
         begin(replace(state, outer=now()))

@@ -101,7 +101,8 @@ def _attach_indexers(handle: Handle) -> None:
         return original(*args, **{**kwargs, "attention_mask": AnyMask()})
 
     def selecting(
-        indexer: Any, original: Any, hidden_states: Tensor, q_resid: Tensor, position_embeddings: Any, *_: Any, **__: Any
+        indexer: Any, original: Any, hidden_states: Tensor, q_resid: Tensor, position_embeddings: Any, *_: Any,
+        **__: Any,
     ) -> Tensor:  # fmt: skip
         inputs, exchange = handle.running.inputs, handle.attention.exchange
         given = hidden_states, q_resid, position_embeddings, inputs.documents, inputs.sample_tokens

@@ -278,7 +278,7 @@ class MicroBatch:
     """
 
     def __init__(self, handle: Handle, kwargs: dict[str, Any], state: PassState, block: int) -> None:
-        inputs = replace(of_all_ranks(kwargs, state.inputs, block, handle.facts, handle.ctx), striped=True)
+        inputs = replace(of_all_ranks(handle, kwargs, state.inputs, block), striped=True)
         tokens = kwargs["input_ids"]
         kwargs["position_ids"] = kwargs["position_ids"].expand_as(tokens)
         assert inputs.labels is not None  # `check_batch`

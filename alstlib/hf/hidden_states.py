@@ -92,4 +92,5 @@ def _rotary(handle: Handle, original: Any, x: Tensor, position_ids: Tensor, *arg
     def tables(at: Tensor) -> Any:
         return original(like, at.movedim(-1, 0) if kinds else at, *args, **kwargs)
 
-    return tiled_compute(tables, position_ids.movedim(0, -1) if kinds else position_ids, tile=handle.chunk, travel=travel)
+    by_token = position_ids.movedim(0, -1) if kinds else position_ids
+    return tiled_compute(tables, by_token, tile=handle.chunk, travel=travel)

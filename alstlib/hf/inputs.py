@@ -24,7 +24,6 @@ from alstlib.hf.by_position import chunk_offsets
 from alstlib.hf.experts import router_loss
 from alstlib.hf.handle import Handle
 from alstlib.hf.pass_state import Objective, PassState, StepInputs
-from alstlib.hf.support import Facts
 from alstlib.hf.vision import take_images
 from alstlib.kernels.spans import Offsets
 from alstlib.tiled.logits import readable
@@ -159,12 +158,10 @@ def _check_dealt(kwargs: dict[str, Any], labels: Tensor | None) -> None:
         )
 
 
-def of_all_ranks(
-    kwargs: dict[str, Any], inputs: StepInputs, chunk: int | None, facts: Facts, ctx: SPContext
-) -> StepInputs:  # fmt: skip
+def of_all_ranks(handle: Handle, kwargs: dict[str, Any], inputs: StepInputs, chunk: int | None) -> StepInputs:
     """What the ranks of an SP group exchange before they compute: where a `chunk` cuts their slices, tokens, positions
     and labels are dealt out in stripes of so many tokens; and the longest position, where the model asks for it."""
-    made: dict[str, Any] = {}
+    facts, ctx, made = handle.facts, handle.ctx, dict[str, Any]()
     if inputs.striped:
         assert chunk is not None
         assert inputs.labels is not None  # `_check_dealt`

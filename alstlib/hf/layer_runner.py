@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -29,11 +29,12 @@ from alstlib.streaming.chunked import LayerChunk, Stream
 from alstlib.tiled.skip import Follower, Unread, find_followers
 
 
-def attach_runners(handle: Handle, layers: Sequence[nn.Module]) -> None:
+def attach_runners(handle: Handle) -> None:
     """Layers' own `forward` is wrapped on the instance: engines' hooks stay outside, in every transformers version."""
     kind: type[LayerRunner] = Whole if handle.chunk is None else Chunked
     if handle.chunk is not None:
         _check_chunks(handle.facts)
+    layers = handle.facts.layers
     chain = Chain(len(layers))
     for i, layer in enumerate(layers):
         handle.set_forward(layer, kind(handle, chain, layer, i))

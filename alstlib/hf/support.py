@@ -160,8 +160,12 @@ def _keys(call: LayerCall, most: Keys) -> Keys:
     """What a layer's attention keeps, by its call in a dry run; as `most` where that did not show it."""
     if call.attention:
         return call.attention[0].keys
-    stateful = bool(mixers_of(call.layer)) or is_tokenwise(call.layer)  # what it hands on does not grow
-    return replace(most, width=0, value_width=0) if stateful else most
+    return replace(most, width=0, value_width=0) if _keeps_none(call.layer) else most
+
+
+def _keeps_none(layer: nn.Module) -> bool:
+    """Whether a layer that calls no attention is known: it has a state, which does not grow, or mixes no tokens."""
+    return bool(mixers_of(layer)) or is_tokenwise(layer)
 
 
 def layer_name(index: int | str, layer: nn.Module) -> str:
@@ -187,22 +191,21 @@ def _check_parts(name: str, layers: Sequence[nn.Module]) -> None:
     """Refuse a layer by the modules that it is made of."""
     for i, layer in enumerate(layers):
         where = f"layer {i} of {name} ({type(layer).__name__})"
-        mixers = mixers_of(layer)
-        known = {m for mixer in mixers for m in mixer.modules()}
+        known = {m for mixer in mixers_of(layer) for m in mixer.modules()}
         for part, m in layer.named_modules():
             if m not in known and not mixers_of(m) and _mixes_tokens(m):
                 raise ValueError(
                     f"{where}: {part or 'it'} ({type(m).__name__}) mixes tokens in another way than attention and the "
                     "states that are known, which is not exact on a sharded sequence"
                 )
-        if not mixers and not _attends(layer) and not is_tokenwise(layer):
+        if not _keeps_none(layer) and not _attends(layer):
             raise ValueError(f"{where} has no attention module, and no part with a state that is known")
 
 
 def _check_calls(model: PreTrainedModel, calls: Sequence[LayerCall]) -> None:
     """Refuse a model by what its layers did in a dry run."""
     for call in calls:
-        silent = not (call.attention or mixers_of(call.layer) or is_tokenwise(call.layer))
+        silent = not call.attention and not _keeps_none(call.layer)
         if silent and (call.finished or not model._supports_attention_backend):
             name = type(model).__name__
             raise ValueError(f"{name} computes attention by itself, not through transformers' AttentionInterface")
