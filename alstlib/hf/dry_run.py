@@ -60,7 +60,7 @@ class AttentionCall:
     mask: Any
     dropout: float
     kwargs: dict[str, Any]
-    """What it hands over besides; and the window of the mask that its model makes, where it does not say it (PhiMoE)."""
+    """What it hands over besides; and the window that its model's mask has, where it does not say one (PhiMoE)."""
 
 
 @dataclass

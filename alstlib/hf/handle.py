@@ -103,6 +103,7 @@ class Handle:
         original = module.forward
 
         @torch.compiler.disable
+        @functools.wraps(original)  # others ask what it takes
         def either(*args: Any, **kwargs: Any) -> Any:
             return (original if self.plain else forward)(*args, **kwargs)
 
