@@ -88,12 +88,13 @@ def apply(model: PreTrainedModel, ctx: SPContext | None = None, options: Options
         leaves = [m for m in model.modules() if getattr(m, "_z3_leaf", False)]
         shared = shared_weights(model, [*(facts.layers if options.checkpoint else []), *leaves])
         check_shared(shared)
+        handle.facts = replace(facts, shared=shared)
         attach_blocks(handle)
         attach_rotary(handle)
         attach_hidden_states(handle)
         attach_routers(handle)
         attach_vision(handle)
-        _attach_calls(handle, shared)
+        _attach_calls(handle)
         _attach_generation(handle)
     except BaseException:
         handle.detach()
@@ -111,7 +112,7 @@ def apply(model: PreTrainedModel, ctx: SPContext | None = None, options: Options
         )
     for note in handle.notes:
         log.warning(note)
-    handle.facts = replace(facts, calls=(), shared=shared)
+    handle.facts = replace(handle.facts, calls=())
     return handle
 
 
@@ -209,7 +210,7 @@ def _stop_own_checkpointing(handle: Handle) -> None:
 # ----- one call
 
 
-def _attach_calls(handle: Handle, shared: list[tuple[str, nn.Parameter]]) -> None:
+def _attach_calls(handle: Handle) -> None:
     """Hooks of the model begin and end the pass of each call."""
     model = handle.model
 
@@ -218,7 +219,7 @@ def _attach_calls(handle: Handle, shared: list[tuple[str, nn.Parameter]]) -> Non
         if handle.plain:
             return None
         if torch.is_grad_enabled():
-            check_shared(shared)
+            check_shared(handle.facts.shared)
         state = kwargs.pop(STATE, None)
         if args:
             kwargs["input_ids"] = args[0]

@@ -71,11 +71,10 @@ def attach_attention(handle: Handle) -> None:
     AttentionInterface.register(name, torch.compiler.disable(attend))
     handle.ends.callback(weakref.finalize(handle, AttentionInterface._global_mapping.pop, name, None))
     views: dict[int, PreTrainedConfig] = {}
-    towers = {*tower_modules(handle.model)}
-    for module in handle.model.modules():
-        configs = {n: v for n, v in module.__dict__.items() if isinstance(v, PreTrainedConfig)}
-        for attribute, config in configs.items() if module is not handle.model and module not in towers else ():
-            handle.edits.set(module, attribute, _view(handle, config, name, views))
+    for module in {*handle.model.modules()} - {handle.model, *tower_modules(handle.model)}:
+        for attribute, config in [*vars(module).items()]:
+            if isinstance(config, PreTrainedConfig):
+                handle.edits.set(module, attribute, _view(handle, config, name, views))
 
 
 def _leave_scales_out(handle: Handle) -> set[nn.Module]:

@@ -101,7 +101,7 @@ def dry_run(model: PreTrainedModel, layers: Sequence[nn.Module]) -> tuple[list[L
         except Exception:
             if not logits:
                 raise
-    if masks == {MASK_WITH_WINDOW}:
+    if {name for name, made_by in masks if made_by.called} == {MASK_WITH_WINDOW}:
         window = config.sliding_window
         for call in calls:
             call.attention = [
@@ -122,10 +122,7 @@ def _without_triton() -> Iterator[None]:
         return
     from triton.runtime.jit import KernelInterface
 
-    def launcher(kernel: Any, grid: Any) -> Any:
-        return lambda *args, **kwargs: None
-
-    with mock.patch.object(KernelInterface, "__getitem__", launcher):
+    with mock.patch.object(KernelInterface, "__getitem__", return_value=lambda *args, **kwargs: None):
         yield
 
 
@@ -198,22 +195,14 @@ MASK_WITH_WINDOW = "create_sliding_window_causal_mask"
 
 
 @contextlib.contextmanager
-def _masks_made(model: nn.Module) -> Iterator[set[str]]:
-    """The names of transformers' functions by which the model makes its masks inside."""
-    made: set[str] = set()
-
-    def noting(name: str, original: Any) -> Any:
-        def make(*args: Any, **kwargs: Any) -> Any:
-            made.add(name)
-            return original(*args, **kwargs)
-
-        return make
-
+def _masks_made(model: nn.Module) -> Iterator[list[tuple[str, mock.Mock]]]:
+    """Inside, calls of transformers' functions by which the model makes its masks are counted: names and counters."""
     with contextlib.ExitStack() as patched:
-        for file in {sys.modules[kind.__module__] for m in model.modules() for kind in type(m).__mro__}:
-            for name in {MASK_WITH_WINDOW, "create_causal_mask"} & vars(file).keys():
-                patched.enter_context(mock.patch.object(file, name, noting(name, getattr(file, name))))
-        yield made
+        yield [
+            (name, patched.enter_context(mock.patch.object(file, name, wraps=vars(file)[name])))
+            for file in {sys.modules[kind.__module__] for m in model.modules() for kind in type(m).__mro__}
+            for name in {MASK_WITH_WINDOW, "create_causal_mask"} & vars(file).keys()
+        ]
 
 
 def _weights(model: nn.Module, layers: Sequence[nn.Module]) -> dict[str, Tensor]:

@@ -282,9 +282,14 @@ def _positions(offsets: tuple[int, ...], batch: int, local: int, ctx: SPContext)
     whole = local * ctx.sp
     # documents begin at their offsets and with each sample
     starts = torch.tensor(sorted({*offsets[:-1], *range(0, batch * whole, whole)}))
-    first = (torch.arange(batch) * ctx.sp + ctx.sp_rank)[:, None] * local
-    place = first + torch.arange(local)
+    place = places_of(batch, local, ctx, starts.device)
     return place - starts[torch.searchsorted(starts, place, right=True) - 1]
+
+
+def places_of(batch: int, local: int, ctx: SPContext, device: torch.device) -> Tensor:
+    """[B, L] places of this rank's tokens in the flattened batch [B * S] of all ranks."""
+    first = (torch.arange(batch, device=device) * ctx.sp + ctx.sp_rank)[:, None] * local
+    return first + torch.arange(local, device=device)
 
 
 # ----- types, shapes and ranges

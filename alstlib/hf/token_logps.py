@@ -16,7 +16,7 @@ from alstlib.base.mesh import SPContext
 from alstlib.base.recompute import first_order
 from alstlib.hf.block_step import MicroBatch, check_block, check_planned, check_temperature, run_forward
 from alstlib.hf.causal_lm_loss import check_batch, fields_of
-from alstlib.hf.inputs import STATE, agree, handle_of, read_call
+from alstlib.hf.inputs import STATE, agree, handle_of, places_of, read_call
 from alstlib.hf.pass_state import Objective
 from alstlib.tiled.logits import Statistics
 
@@ -122,8 +122,7 @@ def sequence_logps(logps: Tensor, batch: Mapping[str, Any], ctx: SPContext) -> T
     starts, tokens = torch.arange(samples) * whole, batch.get("sample_tokens")
     if batch.get("cu_seqlens") is not None:
         starts = torch.as_tensor(batch["cu_seqlens"]).flatten()[:-1].to("cpu", torch.int64)
-    at = (torch.arange(samples, device=device) * ctx.sp + ctx.sp_rank)[:, None] * length
-    at = (at + torch.arange(length, device=device)).flatten()
+    at = places_of(samples, length, ctx, device).flatten()
     document = torch.searchsorted(starts.to(device, non_blocking=True), at, right=True) - 1
     sums = logps.new_zeros(len(starts), dtype=torch.float64).index_add(0, document, logps.flatten().double())
     sums = OverRanks.apply(sums, ctx)
