@@ -54,12 +54,6 @@ def routes(module: nn.Module) -> bool:
     return any(hasattr(module, a) for a in ("experts", "router", "gate")) and not hasattr(module, "down_proj")
 
 
-def takes_more(moe: nn.Module) -> bool:
-    """Whether the layer takes more than its tokens (token ids for routing by hash, another router's state)."""
-    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return sum(p.kind not in several for p in inspect.signature(moe.forward).parameters.values()) > 1
-
-
 def why_untiled(moe: nn.Module, by_token: bool) -> str:
     """Why an MLP or an MoE layer cannot run in tiles; empty where it can. `by_token`: the user says that layers
     of experts work token by token."""
@@ -67,7 +61,10 @@ def why_untiled(moe: nn.Module, by_token: bool) -> str:
         return ""
     if not (known(moe) or by_token):
         return "may mix tokens (see Options.experts_by_token)"
-    return "routes to experts by more than its tokens" if takes_more(moe) else ""
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    takes = [p for p in inspect.signature(moe.forward).parameters.values() if p.kind not in several]
+    # such as token ids for routing by hash, or another router's state
+    return "routes to experts by more than its tokens" if len(takes) > 1 else ""
 
 
 class TiledExperts(TiledMLP):

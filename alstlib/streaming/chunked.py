@@ -100,25 +100,15 @@ class LayerChunk:
         if self.calls["attention"]:
             raise ValueError("chunk: a layer that calls attention more than once cannot run in chunks; use chunk=None")
         self.calls["attention"] += 1
-        self.op, self.width = op, v.shape[-1]
+        self.op, self.page, self.choice = op, self.pages.find(self.first)[0], None
         self.way = op.way(q, k, v, sinks, documents, (self.first, self.last), self.pages.length, **how)
-        layout = self.way.layout
-        self.page, self.choice = self.pages.find(self.first)[0], None
         if self.choices is not None and self.way.rule.window is None and not self.leaves_at:
             where = (self.first, self.last, self.pages)
             self.choice = self.choices.of(q.detach(), k.detach(), *where, documents, op.exchange)
-        if self.graph:
-            return _ChunkAttention.apply(q, k, v, sinks, self)
         if self.calls.total() == self.leaves_at:
-            self.pages.fill(*layout.swap([], [k, v]))
+            self.pages.fill(*self.way.layout.swap([], [k, v]))
             raise KeysDone
-        q_heads, k, v = layout.swap([q], [k, v])
-        self.pages.fill(k, v)
-        out_heads, lse = self.forward(q_heads, sinks)
-        (out,) = layout.swap_back(out_heads)
-        if self.keep and not self.leaves_at:
-            self.kept = [out, lse]
-        return out
+        return _ChunkAttention.apply(q, k, v, sinks, self)
 
     def carry(self, key: Hashable, step: Step, inputs: Sequence[Tensor]) -> Tensor:
         """The output for this chunk of a call of a part that hands something on; `key` is of the call, and `inputs`
@@ -129,28 +119,33 @@ class LayerChunk:
             raise KeysDone
         return out
 
-    def forward(self, q: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Attention of this chunk's queries, in head layout, over all pages before and in it."""
-        self.op.forward_calls += self.last == self.pages.length  # once a pass over the whole sequence
-        backend, rule, layout = self.way
-        return paged.forward(backend, q, self.width, self.pages, self.page, layout.own, rule, sinks, self.choice)
-
 
 class _ChunkAttention(torch.autograd.Function):
+    """Attention of one chunk's queries over all pages before and in it."""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, piece: LayerChunk) -> Tensor:
-        ctx.piece, layout = piece, piece.way.layout
+        ctx.piece, (backend, rule, layout), width = piece, piece.way, v.shape[-1]
         ctx.sinks = None if sinks is None else sinks.detach().clone()
-        if piece.pages.filled == piece.first:  # the last chunk: no pass before this one has made its keys
+        if piece.graph and piece.pages.filled == piece.first:  # the last chunk: no pass before has made its keys
             piece.pages.fill(*layout.swap([], [k, v]))
         if piece.kept:
             out, lse = piece.kept
             ctx.held = [q.detach(), out, lse]
             return out.view_as(out)
-        (q_heads,) = layout.swap([q])
-        out_heads, lse = piece.forward(q_heads, ctx.sinks)
-        ctx.held = [q_heads.detach(), out_heads, lse]
-        return layout.swap_back(out_heads)[0]
+        q, *new = layout.swap([q], [] if piece.graph else [k, v])
+        if new:
+            piece.pages.fill(*new)
+        piece.op.forward_calls += piece.last == piece.pages.length  # once a pass over the whole sequence
+        made = paged.forward(
+            backend, q, width, piece.pages, piece.page, layout.own, rule, ctx.sinks, piece.choice
+        )  # fmt: skip
+        (out,) = layout.swap_back(made[0])
+        if piece.graph:
+            ctx.held = [q.detach(), *made]
+        elif piece.keep and not piece.leaves_at:
+            piece.kept = [out, made[1]]
+        return out
 
     @staticmethod
     @first_order
