@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 
-from alstlib.hf.by_position import attention_chunk, scaled_queries, scales_by_position
+from alstlib.hf.by_position import attention_chunk, scaled_queries
 from alstlib.hf.handle import Handle
 from alstlib.hf.indexed import AnyMask, has_indexer, select
-from alstlib.hf.support import by_longest, check_attention
+from alstlib.hf.support import check_attention
 from alstlib.hf.vision import tower_modules
 from alstlib.ulysses.selected import selected_attention
 
@@ -30,7 +30,7 @@ def attach_attention(handle: Handle) -> None:
         a.module: {"sliding_window": a.kwargs["sliding_window"]}
         for call in handle.facts.calls for a in call.attention if "sliding_window" in a.kwargs
     })  # fmt: skip
-    scaled = weakref.WeakSet(_leave_scales_out(handle))
+    scaled = weakref.WeakSet(handle.facts.scales_by_position)
 
     def attend(
         module: nn.Module,
@@ -67,6 +67,7 @@ def attach_attention(handle: Handle) -> None:
             out = state.part.attend(handle.attention, query, key, value, layer=layer_of[module], **how)
         return out.transpose(1, 2).contiguous(), None  # as the plain kernels do: some models read it by view
 
+    _leave_scales_out(handle)
     _attach_indexers(handle)
     AttentionInterface.register(name, torch.compiler.disable(attend))
     handle.ends.callback(weakref.finalize(handle, AttentionInterface._global_mapping.pop, name, None))
@@ -77,8 +78,8 @@ def attach_attention(handle: Handle) -> None:
                 handle.edits.set(module, attribute, _view(handle, config, name, views))
 
 
-def _leave_scales_out(handle: Handle) -> set[nn.Module]:
-    """Tell the modules that scale queries by position to leave it out; returns them."""
+def _leave_scales_out(handle: Handle) -> None:
+    """Tell the modules that scale queries by position to leave it out."""
 
     def without_scale(module: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
         module.attn_temperature_tuning = False
@@ -87,10 +88,8 @@ def _leave_scales_out(handle: Handle) -> set[nn.Module]:
         finally:
             module.attn_temperature_tuning = True
 
-    found = {m for layer in handle.facts.layers for m in layer.modules() if scales_by_position(m)}
-    for module in found:
+    for module in handle.facts.scales_by_position:
         handle.set_forward(module, functools.partial(without_scale, module, module.forward))
-    return found
 
 
 def _attach_indexers(handle: Handle) -> None:
@@ -158,6 +157,5 @@ def attach_rotary(handle: Handle) -> None:
         along = 1 if position_ids.ndim == 2 else -2  # [B, L, W], or with several kinds of positions [.., B, L, W]
         return tuple(t.narrow(along, 0, t.shape[along] - 1) for t in made)
 
-    for module in handle.model.modules():
-        if by_longest(module):
-            handle.set_forward(module, functools.partial(with_longest, module.forward))
+    for module in handle.facts.by_longest:
+        handle.set_forward(module, functools.partial(with_longest, module.forward))

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten
 
 from alstlib.base.recompute import Saved, with_gradient
 from alstlib.hf.handle import Handle
-from alstlib.hf.shared import apart, is_shared
+from alstlib.hf.shared import Shared, apart, is_shared
 from alstlib.hf.support import Facts, layer_name, why_whole
 from alstlib.linear.adapters import is_tokenwise
 from alstlib.offload.checkpoints import Segment, checkpoint
@@ -83,8 +83,9 @@ class LayerRunner:
 
     always = False
     """Whether it also runs the layer where no gradients are recorded."""
-    run: Callable[[Tensor, tuple[Any, ...], dict[str, Any]], Any]
-    """Gives the layer's output for its input x [B, L, E] and its further arguments."""
+    run: Callable[[Tensor, Shared, list[Any], list[Tensor]], Any]
+    """Gives the layer's output for its input x [B, L, E] and its further arguments as `apart` takes them apart, joined
+    with what the layer leaves for others (`Shared.joined`)."""
 
     def __init__(self, handle: Handle, chain: Chain, layer: nn.Module, index: int) -> None:
         self.handle, self.chain, self.layer, self.index = handle, chain, layer, index
@@ -96,7 +97,8 @@ class LayerRunner:
         if not (torch.is_grad_enabled() or self.always):
             return self.original(*args, **kwargs)
         x, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
-        return self.run(x, args, kwargs)
+        shared, leaves, tensors, mappings = apart(args, kwargs)
+        return shared.leave(mappings, self.run(x, shared, leaves, tensors))
 
     def trainable(self) -> list[nn.Parameter]:
         """The layer's weights that train; an engine may swap them."""
@@ -106,11 +108,10 @@ class LayerRunner:
 class Whole(LayerRunner):
     """Runs a layer on all tokens as a checkpoint."""
 
-    def run(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, x: Tensor, shared: Shared, leaves: list[Any], tensors: list[Tensor]) -> Any:
         handle, plan, state = self.handle, self.handle.plan, self.handle.running
         if self.index == 0 and state.blocks is None:
             plan.whole(tokens_first(x, handle.facts))
-        shared, leaves, tensors, mappings = apart(args, kwargs)
         saved, weights = Saved(keep=plan.keeps_attention(self.index)), self.trainable()
         state = replace(state, saved=saved, drew=set(), followers=self.unread.followers)
 
@@ -132,12 +133,11 @@ class Whole(LayerRunner):
         # an engine that takes gradients one by one, or (ZeRO-3, FSDP2) puts weights in place for the time of a call
         taken = any(p._post_accumulate_grad_hooks or hasattr(p, "ds_id") for p in weights)
         taken = taken or any(hasattr(m, "unshard") for m in self.layer.modules())
-        out = checkpoint(
+        return checkpoint(
             run, x, tensors, leaves, store=handle.store, saved=saved, trains=bool(weights), accept=self.unread.accept,
             segment=self.chain.segment(self.index, x, plan.inputs_kept_every), module=self.layer,
             weights=None if taken else weights,
         )  # fmt: skip
-        return shared.leave(mappings, out)
 
     def look(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the layer, and find out what follows its MLPs."""
@@ -165,7 +165,7 @@ class Chunked(LayerRunner):
         handle.edits.hook(layer, layer.register_forward_pre_hook(_ensure_input_grad, with_kwargs=True))
         handle.edits.set(layer, "_z3_leaf", True)
 
-    def run(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, x: Tensor, shared: Shared, leaves: list[Any], tensors: list[Tensor]) -> Any:
         handle, plan, state = self.handle, self.handle.plan, self.handle.running
         if state.travels:
             x = x.cpu()  # the embeddings of a caller may come from a device
@@ -173,7 +173,6 @@ class Chunked(LayerRunner):
         if self.index == 0:
             plan.chunked(x, state.inputs.device, state.travels, train=torch.is_grad_enabled())
         state = replace(state, drew=set(), whole=True)
-        shared, leaves, tensors, mappings = apart(args, kwargs)
         cuts = [_token_dimension(t, x.shape[1], self.layer) for t in leaves]
         trained = {i: t for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.requires_grad}
         for i in trained:  # held by autograd below
@@ -205,7 +204,7 @@ class Chunked(LayerRunner):
         out, *left = stream(x, self.chain.segment(self.index, x, plan.inputs_kept_every), beside)
         out = as_given(out, facts)
         out = out if self.nothing is None else (out, *self.nothing)
-        return shared.leave(mappings, shared.joined(out, [t.transpose(1, 2) for t in left]))
+        return shared.joined(out, [t.transpose(1, 2) for t in left])
 
     def only(self, out: Any) -> Tensor:
         """The output alone, of what the layer returned.

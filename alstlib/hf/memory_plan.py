@@ -60,8 +60,8 @@ class MemoryPlan:
         Raises:
             HostOutOfMemory: on every rank, where on some rank what must be kept does not fit.
         """
-        options, store = self.options, self.store
-        output, many = sum(self._output(x)), max(1, len(self.facts.attending))
+        options, store, layers, attending = self.options, self.store, len(self.facts.layers), self.facts.attending
+        output, many = sum(self._output(x)), max(1, len(attending))
         if not options.offload:
             self.inputs_kept_every, self.attention_kept = 1, self._kept_on_device(x, output) / many
             return
@@ -75,13 +75,13 @@ class MemoryPlan:
             outputs = -negative
         if options.save_attention == "auto":
             needed += outputs * output
-        movable = len(self.facts.layers) * x.nbytes + outputs * output
+        movable = layers * x.nbytes + outputs * output
         spread, away, moving = Spread(0, 1), 0, 0
         if staged:
             chunk = options.chunk_for(x.shape[-1])
             spread, away, moving = sent_away(
-                room, needed - movable, len(self.facts.layers), x.nbytes, self._output(x),
-                self.facts.attending[:outputs], -(-x.shape[1] // chunk) if chunk else 0,
+                room, needed - movable, layers, x.nbytes, self._output(x), attending[:outputs],
+                -(-x.shape[1] // chunk) if chunk else 0,
             )  # fmt: skip
         self._needed = needed - away + moving
         there = store.leased if travels else 0
@@ -125,7 +125,8 @@ class MemoryPlan:
 
     def keeps_attention(self, index: int) -> bool:
         """Whether the attention output of this layer, by its place, is kept."""
-        return index in self.facts.attending[: round(self.attention_kept * len(self.facts.attending))]
+        attending = self.facts.attending
+        return index in attending[: round(self.attention_kept * len(attending))]
 
     def _output(self, x: Tensor) -> tuple[int, int]:
         """Bytes of one layer's attention output on this rank, and of its logsumexp."""

@@ -47,12 +47,12 @@ class Facts:
     """What each layer's attention keeps of a token; widths of 0 for a layer with a state."""
     not_by_blocks: str = ""
     """Why the model cannot run block by block; empty where it can."""
-    by_longest: bool = False
-    """Whether frequencies of rotary embeddings depend on the longest position (dynamic NTK, LongRoPE)."""
+    by_longest: Sequence[nn.Module] = ()
+    """Modules whose frequencies of rotary embeddings depend on the longest position (dynamic NTK, LongRoPE)."""
     attention_chunk: int | None = None
     """Number of tokens in which layers with chunked attention attend together; None: there are no such layers."""
-    scales_by_position: bool = False
-    """Whether layers scale their queries by positions that they count by themselves."""
+    scales_by_position: Sequence[nn.Module] = ()
+    """Attention modules that scale their queries by positions that they count by themselves."""
     granule: int = 1
     """Number of tokens of which chunks should be multiples, because the attention kernel is fastest then."""
     routers: Sequence[nn.Module] = ()
@@ -132,9 +132,9 @@ def check_model(model: PreTrainedModel, kernel: str | Callable[..., Any]) -> Fac
         attending=[i for i, layer in enumerate(layers) if layer not in without],
         keys=[_keys(last[layer], most) for layer in layers],
         not_by_blocks=next(filter(None, (why_whole(i, layer, calling[layer]) for i, layer in enumerate(layers))), ""),
-        by_longest=any(by_longest(m) for m in model.modules()), routers=_routers(model), granule=backend.granule,
+        by_longest=[m for m in model.modules() if _by_longest(m)], routers=_routers(model), granule=backend.granule,
         attention_chunk=next((size for m in parts if (size := attention_chunk(m))), None),
-        scales_by_position=any(scales_by_position(m) for m in parts),
+        scales_by_position=[m for m in parts if scales_by_position(m)],
     )  # fmt: skip
 
 
@@ -180,7 +180,7 @@ def why_whole(index: int, layer: nn.Module, attended: int) -> str:
     return f"{layer_name(index, layer)} {WHY_WHOLE}" if any(has_indexer(m) for m in layer.modules()) else ""
 
 
-def by_longest(module: nn.Module) -> bool:
+def _by_longest(module: nn.Module) -> bool:
     """Whether a module makes rotary embeddings whose frequencies depend on the longest position."""
     kind = getattr(module, "rope_type", None)
     kinds = kind.values() if isinstance(kind, dict) else [kind]

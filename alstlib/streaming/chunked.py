@@ -248,7 +248,9 @@ class Stream:
                 put_part(way, out, piece.tokens, self.run(part, piece, *self.beside_of(piece)))
             made, piece.left = piece.left, []
             if first:
-                self._leave(piece, made, x.shape[1])
+                self.left = self.left or [t.new_empty(t.shape[0], x.shape[1], *t.shape[2:]) for t in made]
+                for whole, t in zip(self.left, made):
+                    whole[:, piece.tokens] = t
             self.calls = piece.calls.total()
             if first and piece.kept:
                 self.tickets.append(self.store.ticket(part=True))
@@ -260,11 +262,6 @@ class Stream:
     def beside_of(self, piece: LayerChunk) -> list[Tensor]:
         """The chunk's part of the further inputs, on the device."""
         return [t[:, piece.tokens].to(self.device, non_blocking=True) for t in self.beside]
-
-    def _leave(self, piece: LayerChunk, made: list[Tensor], tokens: int) -> None:
-        self.left = self.left or [t.new_empty(t.shape[0], tokens, *t.shape[2:]) for t in made]
-        for whole, t in zip(self.left, made):
-            whole[:, piece.tokens] = t
 
     # ----- as a member of its segment
 
