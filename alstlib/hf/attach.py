@@ -124,7 +124,9 @@ def _attach_mlps(handle: Handle) -> None:
     for i, layer in enumerate(handle.facts.layers):
         children = dict(layer.named_children())
         mlps = {*MLPS, *(["mixer"] if is_tokenwise(layer) else [])} & set(children)
-        if not mlps and not all(is_norm(m) or _only_mixes(m) for m in children.values()):
+        # in attention, and in a mixer with a state, there is nothing to tile
+        others = [m for m in children.values() if not is_norm(m) and adapter_of(m) is None]
+        if not mlps and not all(type(m).__name__.endswith("Attention") for m in others):
             handle.notes.append(f"{layer_name(i, layer)} has no MLP module: left untiled")
         for name, m in children.items() if mlps else ():
             if name not in mlps:
@@ -134,11 +136,6 @@ def _attach_mlps(handle: Handle) -> None:
                 handle.swap(m, (tiled_kind(kind) if routes(m) else TiledMLP)(m, tile))
             if why:
                 handle.notes.append(f"layer {i}: {name} ({type(m).__name__}) {why}: left untiled")
-
-
-def _only_mixes(module: nn.Module) -> bool:
-    """Whether a layer's child is attention or a mixer with a state, in which there is nothing to tile."""
-    return adapter_of(module) is not None or type(module).__name__.endswith("Attention")
 
 
 def _attach_norms(handle: Handle) -> None:

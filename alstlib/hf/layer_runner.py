@@ -132,7 +132,7 @@ class Whole(LayerRunner):
 
         # an engine that takes gradients one by one, or (ZeRO-3, FSDP2) puts weights in place for the time of a call
         taken = any(p._post_accumulate_grad_hooks or hasattr(p, "ds_id") for p in weights)
-        taken = taken or any(hasattr(m, "unshard") for m in self.layer.modules())
+        taken |= any(hasattr(m, "unshard") for m in self.layer.modules())
         return checkpoint(
             run, x, tensors, leaves, store=handle.store, saved=saved, trains=bool(weights), accept=self.unread.accept,
             segment=self.chain.segment(self.index, x, plan.inputs_kept_every), module=self.layer,

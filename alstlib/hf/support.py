@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections import Counter
@@ -41,8 +42,6 @@ class Facts:
     """The dimension of a layer's hidden states that goes with its tokens."""
     offset: int = 0
     """Position of the first token, as the model numbers its tokens."""
-    attending: Sequence[int] = ()
-    """Indices of the attention layers. A layer that the dry run could not tell counts as one."""
     keys: Sequence[Keys] = ()
     """What each layer's attention keeps of a token; widths of 0 for a layer with a state."""
     not_by_blocks: str = ""
@@ -59,6 +58,11 @@ class Facts:
     """Routers of a mixture of experts, whose load-balancing loss can be had (`output_router_logits`)."""
     shared: Sequence[tuple[str, nn.Parameter]] = ()
     """Names and weights that several parts of the model use which are recomputed one by one."""
+
+    @functools.cached_property
+    def attending(self) -> list[int]:
+        """Indices of the attention layers."""
+        return [i for i, keys in enumerate(self.keys) if keys.widths]
 
 
 def _routers(model: nn.Module) -> list[nn.Module]:
@@ -123,13 +127,11 @@ def check_model(model: PreTrainedModel, kernel: str | Callable[..., Any]) -> Fac
         backend = choose_backend(chosen, parameter.device, parameter.dtype, width, capped)
     except ValueError as e:
         raise ValueError(f"layer 0 of {name} ({type(layers[0]).__name__}): {e}") from None
-    without = {call.layer for call in calls if call.finished and not call.attention}
     calling = Counter(call.layer for call in calls for _ in call.attention)
     last, parts = {call.layer: call for call in calls}, [m for layer in layers for m in layer.modules()]
     return Facts(
         layers=layers, calls=calls, transform=transform, output=output, most=most, offset=offset,
         tokens_at=[*calls[0].hidden.shape].index(ROWS),
-        attending=[i for i, layer in enumerate(layers) if layer not in without],
         keys=[_keys(last[layer], most) for layer in layers],
         not_by_blocks=next(filter(None, (why_whole(i, layer, calling[layer]) for i, layer in enumerate(layers))), ""),
         by_longest=[m for m in model.modules() if _by_longest(m)], routers=_routers(model), granule=backend.granule,
