@@ -133,8 +133,7 @@ def _standing_in(model: Any, layers: Sequence[nn.Module], calls: list[LayerCall]
     called."""
     name, head, inside = f"alst_{uuid.uuid4().hex}", model.get_output_embeddings(), False
     logits: list[Tensor] = []
-    training = {m: m.training for m in model.modules()}
-    configs = {id(c): c for m in training for c in vars(m).values() if isinstance(c, PreTrainedConfig)}
+    modules = [*model.modules()]
 
     def attend(
         module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any = None, dropout: float = 0.0,
@@ -177,17 +176,15 @@ def _standing_in(model: Any, layers: Sequence[nn.Module], calls: list[LayerCall]
         return call_layer(module, *args, **kwargs) if whole else module.forward(*args, **kwargs)
 
     AttentionInterface.register(name, attend)
-    try:
-        with contextlib.ExitStack() as patched:
-            for config in configs.values():
-                patched.enter_context(mock.patch.object(config, "_attn_implementation_internal", name))
-            model.train()
-            patched.enter_context(mock.patch.object(nn.Module, "__call__", call))
-            yield logits
-    finally:
-        for m, mode in training.items():
-            m.training = mode
-        AttentionInterface._global_mapping.pop(name, None)
+    with contextlib.ExitStack() as restored:
+        restored.callback(AttentionInterface._global_mapping.pop, name, None)
+        for m in modules:
+            restored.callback(setattr, m, "training", m.training)
+        for config in {id(c): c for m in modules for c in vars(m).values() if isinstance(c, PreTrainedConfig)}.values():
+            restored.enter_context(mock.patch.object(config, "_attn_implementation_internal", name))
+        model.train()
+        restored.enter_context(mock.patch.object(nn.Module, "__call__", call))
+        yield logits
 
 
 MASK_WITH_WINDOW = "create_sliding_window_causal_mask"

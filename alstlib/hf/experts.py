@@ -107,14 +107,14 @@ class TiledExperts(TiledMLP):
         tile that is smaller than the fp32 sums of the gradients costs time and saves little (`tile_of_sums`)."""
         found = [getattr(m, name, None) for m in self.inner.modules() for name in ("top_k", "num_experts_per_tok")]
         each = max((k for k in found if isinstance(k, int)), default=1)
-        shapes = {n: getattr(p, "ds_shape", p.shape) for n, p in self.inner.named_parameters()}
         listed = max([1, *(len(m) for m in self.inner.modules() if isinstance(m, nn.ModuleList))])
-        widest, numbers = x.shape[-1], 0.0
-        for name, shape in shapes.items():
+        widest, numbers, sums = x.shape[-1], 0.0, 0
+        for name, p in self.inner.named_parameters():
+            shape = getattr(p, "ds_shape", p.shape)
+            sums += 4 * math.prod(shape) * p.requires_grad
             if len(shape) >= 2:  # a matrix for each expert, in one weight or in a list, or one for all tokens
                 uses = each if len(shape) > 2 else each / listed if "experts." in name else 1
                 widest, numbers = max(widest, *shape[-2:]), numbers + uses * sum(shape[-2:])
-        sums = sum(4 * math.prod(shapes[n]) for n, p in self.inner.named_parameters() if p.requires_grad)
         tile = default_tile(each * widest, x.element_size(), x.device)
         return tile_of_sums(x.shape[1], tile, sums, numbers * x.element_size() * len(x))
 

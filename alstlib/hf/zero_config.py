@@ -39,8 +39,8 @@ def zero_config(model: torch.nn.Module, **fields: Any) -> dict[str, Any]:
         ValueError: another field, a value that is none of the field's, or files that cannot be written (`nvme`: there
             is no such folder, no async_io, or the weights that shall go there are not in bf16).
     """
-    ours = [name for name in FIELDS if name.startswith(("engine.", "optim.", "data.batch_size"))]
-    where = {name.split(".")[1]: name for name in ours}
+    ours = ("engine.", "optim.", "data.batch_size")
+    where = {name.split(".")[1]: name for name in FIELDS if name.startswith(ours)}
     check_names(fields, where, "field of zero_config")
     run = RunConfig.from_dict({where[name]: value for name, value in {"offload_optimizer": False, **fields}.items()})
     bf16 = next(model.parameters()).dtype == torch.bfloat16
