@@ -29,14 +29,14 @@ def attach_hidden_states(handle: Handle) -> None:
     if not _may_travel(handle.options):
         return
     tokens: Any = handle.model.get_input_embeddings()  # with an adapter around it, that as a whole
-    inside = {id(m) for m in tokens.modules() if m is not tokens}
-    tiled = {id(inner) for m in handle.model.modules() if isinstance(m, TiledModule) for inner in m.modules()}
+    inside = {*tokens.modules()} - {tokens}
+    tiled = {inner for m in handle.model.modules() if isinstance(m, TiledModule) for inner in m.modules()}
     for module in outside_layers(handle):
         if isinstance(module, TiledModule):
             module.travel = lambda: handle.travel()
-        elif module is tokens or (isinstance(module, nn.Embedding) and id(module) not in inside):
+        elif module is tokens or (isinstance(module, nn.Embedding) and module not in inside):
             handle.set_forward(module, functools.partial(_token_wise, handle, module, module.forward, False))
-        elif isinstance(module, nn.Linear) and id(module) not in {*inside, *tiled}:
+        elif isinstance(module, nn.Linear) and module not in inside | tiled:
             handle.set_forward(module, functools.partial(_token_wise, handle, module, module.forward, True))
         elif any("inv_freq" in name for name, _ in module.named_buffers(recurse=False)):
             handle.set_forward(module, functools.partial(_rotary, handle, module.forward))
@@ -44,9 +44,8 @@ def attach_hidden_states(handle: Handle) -> None:
 
 def outside_layers(handle: Handle) -> Iterator[nn.Module]:
     """The modules of the model that are neither in its layers nor in its vision tower."""
-    inside = {id(m) for layer in handle.facts.layers for m in layer.modules()}
-    inside |= {id(m) for m in tower_modules(handle.model)}
-    return (m for m in handle.model.modules() if id(m) not in inside)
+    inside = {m for layer in handle.facts.layers for m in layer.modules()} | {*tower_modules(handle.model)}
+    return (m for m in handle.model.modules() if m not in inside)
 
 
 def _may_travel(options: Options) -> bool:

@@ -32,7 +32,7 @@ from alstlib.base.recompute import first_order, own_random
 from alstlib.data.images import DEALT, IMAGE_KEYS, DealtImages, FeaturePlan, Fields, ImageLayout
 from alstlib.hf.handle import Handle
 from alstlib.hf.pass_state import PassState
-from alstlib.offload.checkpoints import checkpoint
+from alstlib.offload.checkpoints import checkpoint, leaves_of
 from alstlib.ulysses.alltoall import Exchange
 
 REFUSED_MODELS = {
@@ -111,12 +111,9 @@ def never_trained(handle: Handle) -> set[nn.Parameter]:
         register_module_forward_pre_hook(lambda module, _: ran.add(module)),
     ):  # fmt: skip
         features = features_made(inner.get_image_features(**blank))
-        total = torch.stack([t.float().sum() for t in features]).sum()
+    used = {id(p) for p in leaves_of([t for t in features if t.requires_grad])}
     # of a module that does not run here, such as the projector of Llama 4, nothing is known
-    tower = [p for module in ran for p in module.parameters(recurse=False) if p.requires_grad]
-    if not total.requires_grad:  # all that features depend on is frozen
-        return {*tower}
-    return {p for p, g in zip(tower, torch.autograd.grad(total, tower, allow_unused=True)) if g is None}
+    return {p for m in ran for p in m.parameters(recurse=False) if p.requires_grad and id(p) not in used}
 
 
 def take_images(handle: Handle, kwargs: dict[str, Any]) -> Mapping[str, Any]:
