@@ -26,6 +26,7 @@ from alstlib.hf.support import Facts, layer_name, why_whole
 from alstlib.linear.adapters import is_tokenwise
 from alstlib.offload.checkpoints import Segment, checkpoint
 from alstlib.streaming.chunked import LayerChunk, Stream
+from alstlib.tiled.compute import tensors_of
 from alstlib.tiled.skip import Follower, Unread, find_followers
 
 
@@ -160,8 +161,6 @@ class Chunked(LayerRunner):
     def __init__(self, handle: Handle, chain: Chain, layer: nn.Module, index: int) -> None:
         super().__init__(handle, chain, layer, index)
         self.tokenwise = is_tokenwise(layer)
-        self.nothing: tuple[None, ...] | None = None
-        """What the layer returns beside its output, all None; None: it returns the output alone."""
         handle.edits.hook(layer, layer.register_forward_pre_hook(_ensure_input_grad, with_kwargs=True))
         handle.edits.set(layer, "_z3_leaf", True)
 
@@ -177,6 +176,7 @@ class Chunked(LayerRunner):
         trained = {i: t for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.requires_grad}
         for i in trained:  # held by autograd below
             leaves[i] = cuts[i] = None
+        nothing: list[Any] = []  # what the layer returns beside its output: None, or nothing
 
         def run(part: Tensor, piece: LayerChunk, *beside: Tensor) -> Tensor:
             mine = [t if at is None else t[(slice(None),) * at + (piece.tokens,)] for t, at in zip(leaves, cuts)]
@@ -190,8 +190,11 @@ class Chunked(LayerRunner):
             with handle.entered(replace(state, part=piece, skip=self.unread.holds and again)):
                 layer = functools.partial(self.original, as_given(part, facts))
                 out, left = shared.run(layer, mine, [t.transpose(1, 2) for t in beside[len(trained) :]])
+            out, *nothing[:] = tensors_of(out)
+            if any(more is not None for more in nothing):
+                raise ValueError(f"{layer_name(self.index, self.layer)} {RETURNS_MORE}")
             piece.left = [t.transpose(1, 2) for t in left]
-            return tokens_first(self.only(out), facts)
+            return tokens_first(out, facts)
 
         assert handle.chunk is not None
         stream = Stream(
@@ -203,21 +206,7 @@ class Chunked(LayerRunner):
         beside = [*trained.values(), *(t.transpose(1, 2) for t in tensors)]
         out, *left = stream(x, self.chain.segment(self.index, x, plan.inputs_kept_every), beside)
         out = as_given(out, facts)
-        out = out if self.nothing is None else (out, *self.nothing)
-        return shared.joined(out, [t.transpose(1, 2) for t in left])
-
-    def only(self, out: Any) -> Tensor:
-        """The output alone, of what the layer returned.
-
-        Raises:
-            ValueError: it returned more.
-        """
-        if isinstance(out, Tensor):
-            return out
-        if any(o is not None for o in out[1:]):
-            raise ValueError(f"{layer_name(self.index, self.layer)} {RETURNS_MORE}")
-        self.nothing = out[1:]
-        return out[0]
+        return shared.joined(out if shared.alone else (out, *nothing), [t.transpose(1, 2) for t in left])
 
 
 RETURNS_MORE = "returns more than its output, so it cannot run in chunks; use chunk=None"
