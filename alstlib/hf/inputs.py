@@ -264,17 +264,22 @@ def _documents(cu: list[int] | None, kwargs: dict[str, Any], tokens: Tensor, ctx
     if positions is None:
         kwargs["position_ids"] = expected
         return offsets
+    _check_positions(positions.expand(batch, -1), expected, ctx, name, padded=cu is not None)
+    return None if cu is None and ctx.sp > 1 else offsets
+
+
+def _check_positions(positions: Tensor, expected: Tensor, ctx: SPContext, name: str, padded: bool) -> None:
+    """Positions [B, L] must be those that are expected; where offsets tell documents apart, padding may stay at 0."""
     wrong = positions != expected
-    if cu is not None:  # offsets tell documents apart: padding may stay at 0
+    if padded:
         wrong &= positions != 0
     if bool(wrong.any()):
         b, i = (int(n) for n in wrong.nonzero()[0])
         raise ValueError(
             f"position_ids of rank {ctx.sp_rank} do not fit {name}: sample {b}, token {i} has position "
-            f"{int(positions.expand(batch, -1)[b, i])} where its document is at {int(expected[b, i])}; for packed "
-            "documents or padding give cu_seqlens too"
+            f"{int(positions[b, i])} where its document is at {int(expected[b, i])}; for packed documents or padding "
+            "give cu_seqlens too"
         )
-    return None if cu is None and ctx.sp > 1 else offsets
 
 
 def _positions(offsets: tuple[int, ...], batch: int, local: int, ctx: SPContext) -> Tensor:
