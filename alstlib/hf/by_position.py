@@ -30,7 +30,7 @@ def attention_chunk(module: nn.Module) -> int | None:
     """Number of tokens in which this attention module attends together; None where it is not chunked."""
     config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
     kinds = getattr(config, "layer_types", None)
-    if index is None or not kinds or kinds[index] != CHUNKED:
+    if config is None or index is None or not kinds or kinds[index] != CHUNKED:
         return None
     return config.attention_chunk_size
 
