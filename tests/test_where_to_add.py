@@ -143,9 +143,9 @@ def test_a_way_of_running_a_layer(monkeypatch):
     ran = []
 
     class Watched(layer_runner.Whole):
-        def run(self, x, args, kwargs):
+        def run(self, x, *others):
             ran.append(self.index)
-            return super().run(x, args, kwargs)
+            return super().run(x, *others)
 
     monkeypatch.setattr(layer_runner, "Whole", Watched)
     model, data = make_model(), sample_of(17)

@@ -80,7 +80,7 @@ def select_pages(handle: Handle, sparse: Sparse) -> None:
             f"sparse: page={sparse.page} is not a multiple of chunk * sp = {chunk} * {ranks} tokens: use page={near}"
         )
     windows = [keys.window for keys in handle.facts.keys if keys.widths]  # of layers that attend
-    if not handle.facts.value_width or (windows and None not in windows):
+    if not handle.facts.output.value_width or (windows and None not in windows):
         raise ValueError(f"sparse: no layer of {name} attends to all keys before, so no pages can be left out")
     rest = sum(w is not None for w in windows)
     handle.notes.append(

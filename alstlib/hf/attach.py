@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -71,30 +70,31 @@ def apply(model: PreTrainedModel, ctx: SPContext | None = None, options: Options
         if unknown and (ctx.sp > 1 or options.chunk is not None):
             raise ValueError(unknown)
         facts = replace(facts, not_by_blocks=facts.not_by_blocks or unknown)
-    layers, handle = facts.layers, Handle(model, ctx, options, facts)
+    handle = Handle(model, ctx, options, facts)
     handle.images = image_layout(model)
     handle.notes += notes
     try:
         attach_attention(handle)
         attach_states(handle)
         if options.tile("mlp"):
-            _attach_mlps(handle, layers)
+            _attach_mlps(handle)
         if options.tile("norm") and options.chunk is None:
-            _attach_norms(handle, layers)
+            _attach_norms(handle)
         if options.tile("loss"):
             _attach_head(handle)
         _stop_own_checkpointing(handle)
         if options.checkpoint or options.chunk is not None:
-            attach_runners(handle, layers)
+            attach_runners(handle)
         leaves = [m for m in model.modules() if getattr(m, "_z3_leaf", False)]
-        shared = shared_weights(model, [*(layers if options.checkpoint else []), *leaves])
+        shared = shared_weights(model, [*(facts.layers if options.checkpoint else []), *leaves])
         check_shared(shared)
+        handle.facts = replace(facts, shared=shared)
         attach_blocks(handle)
         attach_rotary(handle)
         attach_hidden_states(handle)
         attach_routers(handle)
         attach_vision(handle)
-        _attach_calls(handle, shared)
+        _attach_calls(handle)
         _attach_generation(handle)
     except BaseException:
         handle.detach()
@@ -112,40 +112,35 @@ def apply(model: PreTrainedModel, ctx: SPContext | None = None, options: Options
         )
     for note in handle.notes:
         log.warning(note)
-    handle.facts = replace(facts, calls=(), shared=shared)
+    handle.facts = replace(handle.facts, calls=())
     return handle
 
 
 # ----- tiled MLP and head
 
 
-def _attach_mlps(handle: Handle, layers: Sequence[nn.Module]) -> None:
+def _attach_mlps(handle: Handle) -> None:
     tile = handle.tile("mlp")
-    for i, layer in enumerate(layers):
+    for i, layer in enumerate(handle.facts.layers):
         children = dict(layer.named_children())
         mlps = {*MLPS, *(["mixer"] if is_tokenwise(layer) else [])} & set(children)
-        if not mlps and not all(is_norm(m) or _only_mixes(m) for m in children.values()):
+        # in attention, and in a mixer with a state, there is nothing to tile
+        others = [m for m in children.values() if not is_norm(m) and adapter_of(m) is None]
+        if not mlps and not all(type(m).__name__.endswith("Attention") for m in others):
             handle.notes.append(f"{layer_name(i, layer)} has no MLP module: left untiled")
         for name, m in children.items() if mlps else ():
-            if name in mlps:
-                why = why_untiled(m, handle.options.experts_by_token)
-            else:
+            if name not in mlps:
                 why = "is not inside its MLP" if name == "experts" or hasattr(m, "experts") else ""
-            if why:
-                handle.notes.append(f"layer {i}: {name} ({type(m).__name__}) {why}: left untiled")
-            elif name in mlps:
+            elif not (why := why_untiled(m, handle.options.experts_by_token)):
                 kind: Any = type(m)
                 handle.swap(m, (tiled_kind(kind) if routes(m) else TiledMLP)(m, tile))
+            if why:
+                handle.notes.append(f"layer {i}: {name} ({type(m).__name__}) {why}: left untiled")
 
 
-def _only_mixes(module: nn.Module) -> bool:
-    """Whether a layer's child is attention or a mixer with a state, in which there is nothing to tile."""
-    return adapter_of(module) is not None or type(module).__name__.endswith("Attention")
-
-
-def _attach_norms(handle: Handle, layers: Sequence[nn.Module]) -> None:
+def _attach_norms(handle: Handle) -> None:
     tile = handle.tile("norm")
-    for layer in layers:
+    for layer in handle.facts.layers:
         for name, norm in list(layer.named_children()):
             if is_norm(norm) and not name.startswith(("post_feedforward", "post_mlp")):
                 handle.swap(norm, TiledNorm(norm, tile))
@@ -212,7 +207,7 @@ def _stop_own_checkpointing(handle: Handle) -> None:
 # ----- one call
 
 
-def _attach_calls(handle: Handle, shared: list[tuple[str, nn.Parameter]]) -> None:
+def _attach_calls(handle: Handle) -> None:
     """Hooks of the model begin and end the pass of each call."""
     model = handle.model
 
@@ -221,7 +216,7 @@ def _attach_calls(handle: Handle, shared: list[tuple[str, nn.Parameter]]) -> Non
         if handle.plain:
             return None
         if torch.is_grad_enabled():
-            check_shared(shared)
+            check_shared(handle.facts.shared)
         state = kwargs.pop(STATE, None)
         if args:
             kwargs["input_ids"] = args[0]
@@ -231,9 +226,9 @@ def _attach_calls(handle: Handle, shared: list[tuple[str, nn.Parameter]]) -> Non
                     raise ValueError("give the model's inputs by name: input_ids=..., shift_labels=...")
                 state = read_call(handle, kwargs, Objective(), handle.chunk, agreement)
         if state.blocks is None:  # `block_step` has exchanged those of the whole batch
-            inputs = of_all_ranks(kwargs, state.inputs, handle.chunk, handle.facts, handle.ctx)
+            inputs = of_all_ranks(handle, kwargs, state.inputs, handle.chunk)
             state = replace(state, inputs=inputs, travels=travels(handle, inputs, kwargs))
-            give_images(handle, kwargs, inputs)
+        give_images(handle, kwargs, state)
         begin(replace(state, outer=now()))
         return (), kwargs
 
@@ -298,9 +293,8 @@ def _in_order(handle: Handle, state: PassState, logps: Tensor) -> Tensor:
     chunk, found, ctx = handle.chunk, state.objective.statistics, handle.ctx
     if not state.inputs.striped or chunk is None:
         return logps
-    if found is not None:
-        found.entropy, found.mean = (unstripe(t, chunk, ctx) for t in (found.entropy, found.mean))
-        found.correct = unstripe(found.correct.to(torch.uint8), chunk, ctx).bool()
+    for name, t in {} if found is None else vars(found).items():
+        setattr(found, name, unstripe(t.to(logps.dtype), chunk, ctx).to(t.dtype))
     return unstripe(logps, chunk, ctx)
 
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 
-from alstlib.hf.by_position import attention_chunk, scaled_queries, scales_by_position
+from alstlib.hf.by_position import attention_chunk, scaled_queries
 from alstlib.hf.handle import Handle
 from alstlib.hf.indexed import AnyMask, has_indexer, select
-from alstlib.hf.support import by_longest, check_attention, with_window
+from alstlib.hf.support import check_attention
 from alstlib.hf.vision import tower_modules
 from alstlib.ulysses.selected import selected_attention
 
@@ -26,8 +26,11 @@ def attach_attention(handle: Handle) -> None:
     layer_of = weakref.WeakKeyDictionary(
         {m: i for i, layer in enumerate(handle.facts.layers) for m in layer.modules()}
     )  # fmt: skip
-    untold = weakref.WeakKeyDictionary({a.module: a.untold for call in handle.facts.calls for a in call.attention})
-    scaled = weakref.WeakSet(_leave_scales_out(handle))
+    told = weakref.WeakKeyDictionary({
+        a.module: {"sliding_window": a.kwargs["sliding_window"]}
+        for call in handle.facts.calls for a in call.attention if "sliding_window" in a.kwargs
+    })  # fmt: skip
+    scaled = weakref.WeakSet(handle.facts.scales_by_position)
 
     def attend(
         module: nn.Module,
@@ -42,9 +45,8 @@ def attach_attention(handle: Handle) -> None:
         handle = alive()
         assert handle is not None  # hooks of the model hold it
         state = handle.running
-        mask = None if isinstance(attention_mask, AnyMask) else attention_mask
-        kwargs = with_window(kwargs, untold.get(module))
-        check_attention(module, mask, dropout, kwargs)
+        kwargs = {**told.get(module, {}), **kwargs}  # a window that only the model's mask has
+        check_attention(module, attention_mask, dropout, kwargs)
         inputs = state.inputs
         if module in scaled:
             assert inputs.positions is not None
@@ -65,63 +67,49 @@ def attach_attention(handle: Handle) -> None:
             out = state.part.attend(handle.attention, query, key, value, layer=layer_of[module], **how)
         return out.transpose(1, 2).contiguous(), None  # as the plain kernels do: some models read it by view
 
+    _leave_scales_out(handle)
     _attach_indexers(handle)
     AttentionInterface.register(name, torch.compiler.disable(attend))
     handle.ends.callback(weakref.finalize(handle, AttentionInterface._global_mapping.pop, name, None))
     views: dict[int, PreTrainedConfig] = {}
-    towers = {*tower_modules(handle.model)}
-    for module in handle.model.modules():
-        configs = {n: v for n, v in module.__dict__.items() if isinstance(v, PreTrainedConfig)}
-        for attribute, config in configs.items() if module is not handle.model and module not in towers else ():
-            handle.edits.set(module, attribute, _view(handle, config, name, views))
+    for module in {*handle.model.modules()} - {handle.model, *tower_modules(handle.model)}:
+        for attribute, config in [*vars(module).items()]:
+            if isinstance(config, PreTrainedConfig):
+                handle.edits.set(module, attribute, _view(handle, config, name, views))
 
 
-def _leave_scales_out(handle: Handle) -> set[nn.Module]:
-    """Tell the modules that scale queries by position to leave it out; returns them."""
+def _leave_scales_out(handle: Handle) -> None:
+    """Tell the modules that scale queries by position to leave it out."""
 
-    def without_scale(module: Any, original: Any) -> Any:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if handle.plain:
-                return original(*args, **kwargs)
-            module.attn_temperature_tuning = False
-            try:
-                return original(*args, **kwargs)
-            finally:
-                module.attn_temperature_tuning = True
+    def without_scale(module: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+        module.attn_temperature_tuning = False
+        try:
+            return original(*args, **kwargs)
+        finally:
+            module.attn_temperature_tuning = True
 
-        return forward
-
-    found = {m for layer in handle.facts.layers for m in layer.modules() if scales_by_position(m)}
-    for module in found:
-        handle.set_forward(module, without_scale(module, module.forward))
-    return found
+    for module in handle.facts.scales_by_position:
+        handle.set_forward(module, functools.partial(without_scale, module, module.forward))
 
 
 def _attach_indexers(handle: Handle) -> None:
     """Let indexers select keys of the whole sequence for this rank's tokens."""
 
-    def with_mask(original: Any) -> Any:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return original(*args, **kwargs if handle.plain else {**kwargs, "attention_mask": AnyMask()})
+    def with_mask(original: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(*args, **{**kwargs, "attention_mask": AnyMask()})
 
-        return forward
-
-    def selecting(indexer: Any, original: Any) -> Any:
-        def forward(
-            hidden_states: Tensor, q_resid: Tensor, position_embeddings: Any, *args: Any, **kwargs: Any
-        ) -> Tensor:  # fmt: skip
-            if handle.plain:
-                return original(hidden_states, q_resid, position_embeddings, *args, **kwargs)
-            inputs, exchange = handle.running.inputs, handle.attention.exchange
-            given = hidden_states, q_resid, position_embeddings, inputs.documents, inputs.sample_tokens
-            return select(indexer, original, *given, exchange)
-
-        return forward
+    def selecting(
+        indexer: Any, original: Any, hidden_states: Tensor, q_resid: Tensor, position_embeddings: Any, *_: Any,
+        **__: Any,
+    ) -> Tensor:  # fmt: skip
+        inputs, exchange = handle.running.inputs, handle.attention.exchange
+        given = hidden_states, q_resid, position_embeddings, inputs.documents, inputs.sample_tokens
+        return select(indexer, original, *given, exchange)
 
     for module in [m for layer in handle.facts.layers for m in layer.modules() if has_indexer(m)]:
         indexer: Any = module.indexer
-        handle.set_forward(module, with_mask(module.forward))
-        handle.set_forward(indexer, selecting(indexer, indexer.forward))
+        handle.set_forward(module, functools.partial(with_mask, module.forward))
+        handle.set_forward(indexer, functools.partial(selecting, indexer, indexer.forward))
 
 
 def _view(handle: Handle, config: PreTrainedConfig, name: str, views: dict[int, PreTrainedConfig]) -> PreTrainedConfig:
@@ -160,18 +148,14 @@ def attach_rotary(handle: Handle) -> None:
     rank, in every tile and in every block: the largest position of the sequence (`inputs.of_all_ranks`) is added to the
     positions at hand, and what comes out for it is dropped."""
 
-    def with_longest(original: Any) -> Any:
-        def forward(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-            longest = None if handle.state is None else handle.state.inputs.longest
-            if longest is None:
-                return original(x, position_ids, *args, **kwargs)
-            at = torch.cat([position_ids, longest.expand(*position_ids.shape[:-1], 1)], -1)
-            made = original(x, at, *args, **kwargs)
-            along = 1 if position_ids.ndim == 2 else -2  # [B, L, W], or with several kinds of positions [.., B, L, W]
-            return tuple(t.narrow(along, 0, t.shape[along] - 1) for t in made)
+    def with_longest(original: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        longest = None if handle.state is None else handle.state.inputs.longest
+        if longest is None:
+            return original(x, position_ids, *args, **kwargs)
+        at = torch.cat([position_ids, longest.expand(*position_ids.shape[:-1], 1)], -1)
+        made = original(x, at, *args, **kwargs)
+        along = 1 if position_ids.ndim == 2 else -2  # [B, L, W], or with several kinds of positions [.., B, L, W]
+        return tuple(t.narrow(along, 0, t.shape[along] - 1) for t in made)
 
-        return forward
-
-    for module in handle.model.modules():
-        if by_longest(module):
-            handle.set_forward(module, with_longest(module.forward))
+    for module in handle.facts.by_longest:
+        handle.set_forward(module, functools.partial(with_longest, module.forward))

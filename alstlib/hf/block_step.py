@@ -32,7 +32,7 @@ from alstlib.hf.causal_lm_loss import (
 from alstlib.hf.handle import Handle
 from alstlib.hf.inputs import STATE, agree, check_number, handle_of, of_all_ranks, read_call
 from alstlib.hf.pass_state import Objective, PassState
-from alstlib.hf.vision import give_images, images_of_block, no_images
+from alstlib.hf.vision import no_images
 from alstlib.streaming.blocks import Blocks
 from alstlib.ulysses.alltoall import stripe, unstripe
 
@@ -74,7 +74,7 @@ def block_step(
         HostOutOfMemory: on every rank, before anything is computed, where the host has no room for keys and values.
     """
     handle, divides = handle_of(engine), divisor_of(engine, engine_divides_by)
-    own, asked = objective is not None, Objective(reduction="sum")
+    own = objective is not None
     arguments = {"block": block, "engine_divides_by": divides, "an objective": own, "temperature": temperature}
     with agree(handle, "block_step", arguments, batch, always=True) as agreement:
         check_batch(batch, divides)
@@ -84,7 +84,7 @@ def block_step(
         check_objective(objective, temperature, engine_divides_by=engine_divides_by)
         if not own and temperature != 1.0:
             raise ValueError(f"temperature={temperature} is of an objective: give that too, or leave temperature out")
-        asked = Objective(temperature=float(temperature)) if own else asked
+        asked = Objective(temperature=float(temperature)) if own else Objective(reduction="sum")
         state = read_call(handle, given := fields_of(batch), asked, block, agreement)
         agreement.count = -(-batch["input_ids"].shape[1] // block)
     count = agreement.count  # of the rank that has most
@@ -98,13 +98,12 @@ def block_step(
     if train:
         steps.check_optimizer("block_step")
     micro = MicroBatch(handle, given, state, block)
-    order = micro.order(batch, count)
-    try:
+    with micro.order(batch, count) as order:
         with torch.no_grad():
             made = run_forward(engine, order)
             total = torch.stack([one.double().sum() for one in made]).sum().to(made[0].dtype)
-            if micro.router is not None:
-                total = micro.router.add_to(total, micro.labels.ne(IGNORE).sum())
+            if state.router is not None:
+                total = state.router.add_to(total, micro.labels.ne(IGNORE).sum())
         factor, means = share_of(-total if own else total, micro.labels, batch, handle.ctx, divides)
         if objective is None:
             loss, micro.slopes = total * factor, factor
@@ -115,9 +114,6 @@ def block_step(
             handle.plan.renew()
             steps.backward_of(functools.partial(part.weighted, engine, i), last=(part, i) == order[0])
             part.blocks.done()
-    finally:
-        for part, _ in order:
-            part.close()
     return Loss(loss.detach(), **means)
 
 
@@ -238,26 +234,18 @@ class MicroSteps:
     def micro_step(self, ends: bool) -> Iterator[None]:
         """A forward and its backward; `ends` says that it is the micro-batch's last."""
         engine, ends = self.engine, ends and self.last is not False
-        if self.counts:
-            before = engine._is_gradient_accumulation_boundary
-            engine.set_gradient_accumulation_boundary(ends)
-            try:
-                yield
-            finally:
-                engine.set_gradient_accumulation_boundary(before)
-        elif hasattr(engine, "set_requires_gradient_sync"):  # FSDP2
-            self._fsdp2(ends)
-            try:
-                yield
-            finally:
-                self._fsdp2(True)
-        else:
-            with engine.no_sync() if not ends and hasattr(engine, "no_sync") else contextlib.nullcontext():
-                yield
-
-    def _fsdp2(self, ends: bool) -> None:
-        self.engine.set_requires_gradient_sync(ends)
-        self.engine.set_is_last_backward(ends)
+        with contextlib.ExitStack() as after:
+            if self.counts:
+                told = engine.set_gradient_accumulation_boundary
+                after.callback(told, engine._is_gradient_accumulation_boundary)
+                told(ends)
+            elif hasattr(engine, "set_requires_gradient_sync"):  # FSDP2
+                for told in (engine.set_requires_gradient_sync, engine.set_is_last_backward):
+                    after.callback(told, True)
+                    told(ends)
+            elif not ends and hasattr(engine, "no_sync"):
+                after.enter_context(engine.no_sync())
+            yield
 
     def backward(self, loss: Tensor) -> None:
         if self.deepspeed:
@@ -290,21 +278,27 @@ class MicroBatch:
     """
 
     def __init__(self, handle: Handle, kwargs: dict[str, Any], state: PassState, block: int) -> None:
-        inputs = replace(of_all_ranks(kwargs, state.inputs, block, handle.facts, handle.ctx), striped=True)
+        inputs = replace(of_all_ranks(handle, kwargs, state.inputs, block), striped=True)
         tokens = kwargs["input_ids"]
         kwargs["position_ids"] = kwargs["position_ids"].expand_as(tokens)
         assert inputs.labels is not None  # `check_batch`
-        self.handle, self.kwargs, self.labels, self.router = handle, kwargs, inputs.labels, state.router
+        self.handle, self.kwargs, self.labels = handle, kwargs, inputs.labels
         self.blocks = Blocks(len(handle.facts.layers), tokens.shape[1], block, handle.ctx.sp)
         self.state = replace(state, inputs=inputs, part=self.blocks)
         self.replays: dict[int, Replay] = {}
         self.slopes: Any = 1.0
         """What backward multiplies the losses by; of log-probabilities [B, L], one number for each."""
 
-    def order(self, batch: Mapping[str, Any], count: int) -> list[tuple[MicroBatch, int]]:
-        """Its blocks, and as many without tokens after them that they are `count`."""
-        own = [(self, i) for i in range(self.blocks.count)]
-        return own + [(without_tokens(self.handle, batch), 0) for _ in range(count - len(own))]
+    @contextlib.contextmanager
+    def order(self, batch: Mapping[str, Any], count: int) -> Iterator[list[tuple[MicroBatch, int]]]:
+        """Its blocks, and as many without tokens after them that they are `count`; their pages go in the end."""
+        order = [(self, i) for i in range(self.blocks.count)]
+        order += [(without_tokens(self.handle, batch), 0) for _ in range(count - len(order))]
+        try:
+            yield order
+        finally:
+            for part, _ in order:
+                part.blocks.close()
 
     def run(self, model: Any, index: int, making: bool) -> Tensor:
         """The sum of a block's losses, or its log-probabilities [B, C], and with statistics [4, B, C] (`TokenLogps`);
@@ -312,10 +306,6 @@ class MicroBatch:
         self.blocks.begin(index, making)
         tokens, inputs = self.blocks.tokens, self.state.inputs
         cut = {name: self.kwargs[name][:, tokens].contiguous() for name in ("input_ids", "position_ids")}
-        if inputs.images:
-            give_images(
-                self.handle, cut, replace(inputs, images=images_of_block(self.handle, inputs.images, self.blocks))
-            )
         cut[STATE] = replace(self.state, inputs=replace(inputs, labels=self.labels[:, tokens].contiguous()))
         if making:
             self.replays[index] = Replay(self.labels.device)
@@ -336,10 +326,6 @@ class MicroBatch:
         """What `run` made of all blocks [.., B, L], in the order of the tokens of this rank's slice."""
         whole = torch.cat([*made], -1)
         return unstripe(whole.flatten(0, -2), self.blocks.block, self.handle.ctx).view(whole.shape)
-
-    def close(self) -> None:
-        """Let everything go that lies between a block and the others."""
-        self.blocks.close()
 
 
 def without_tokens(handle: Handle, batch: Mapping[str, Any]) -> MicroBatch:

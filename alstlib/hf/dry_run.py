@@ -9,6 +9,7 @@ model does to its logits.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import sys
 import uuid
@@ -20,7 +21,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from alstlib.hf.by_position import attention_chunk
@@ -59,8 +60,7 @@ class AttentionCall:
     mask: Any
     dropout: float
     kwargs: dict[str, Any]
-    untold: int | None = None
-    """The window of the mask that its model makes, where the layer does not say it to its attention (PhiMoE)."""
+    """What it hands over besides; and the window that its model's mask has, where it does not say one (PhiMoE)."""
 
 
 @dataclass
@@ -89,9 +89,9 @@ def dry_run(model: PreTrainedModel, layers: Sequence[nn.Module]) -> tuple[list[L
     calls: list[LayerCall] = []
     token = int(getattr(config, "pad_token_id", None) == 0)  # any but padding, of which some models warn
     inputs: dict[str, Any] = {"input_ids": torch.full((1, ROWS), token), "position_ids": torch.arange(ROWS)[None]}
-    inputs |= {"use_cache": False}
+    inputs["use_cache"] = False
     if getattr(config, "output_router_logits", False):  # there are none
-        inputs |= {"output_router_logits": False}
+        inputs["output_router_logits"] = False
     with (
         unset_fake_temporarily(), _without_triton(), torch.enable_grad(), torch.random.fork_rng(devices=[]),
         torch.autocast("cpu", enabled=False), _masks_made(model) as masks, _standing_in(model, layers, calls) as logits,
@@ -101,9 +101,14 @@ def dry_run(model: PreTrainedModel, layers: Sequence[nn.Module]) -> tuple[list[L
         except Exception:
             if not logits:
                 raise
-    if masks == {MASK_WITH_WINDOW}:
+    if {name for name, made_by in masks if made_by.called} == {MASK_WITH_WINDOW}:
+        window = config.sliding_window
         for call in calls:
-            call.attention = [_with_window(a, config.sliding_window) for a in call.attention]
+            call.attention = [
+                replace(a, keys=replace(a.keys, window=window), kwargs={**a.kwargs, "sliding_window": window})
+                if "sliding_window" not in a.kwargs else a
+                for a in call.attention
+            ]  # fmt: skip
     outermost = model.get_output_embeddings() in model._modules.values()
     return calls, _transform(config, logits[0], made) if outermost and logits else None
 
@@ -117,10 +122,7 @@ def _without_triton() -> Iterator[None]:
         return
     from triton.runtime.jit import KernelInterface
 
-    def launcher(kernel: Any, grid: Any) -> Any:
-        return lambda *args, **kwargs: None
-
-    with mock.patch.object(KernelInterface, "__getitem__", launcher):
+    with mock.patch.object(KernelInterface, "__getitem__", return_value=lambda *args, **kwargs: None):
         yield
 
 
@@ -131,34 +133,33 @@ def _standing_in(model: Any, layers: Sequence[nn.Module], calls: list[LayerCall]
     called."""
     name, head, inside = f"alst_{uuid.uuid4().hex}", model.get_output_embeddings(), False
     logits: list[Tensor] = []
-    training = {m: m.training for m in model.modules()}
-    configs = {id(c): c for m in training for c in vars(m).values() if isinstance(c, PreTrainedConfig)}
+    modules = [*model.modules()]
 
-    def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **kwargs: Any) -> Any:
-        mask, dropout = kwargs.pop("attention_mask", mask), kwargs.pop("dropout", 0.0)
-        mask = None if isinstance(mask, AnyMask) else mask
+    def attend(
+        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any = None, dropout: float = 0.0,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
         if calls:
             window = kwargs.get("sliding_window") or attention_chunk(module)
             keys = Keys(q.shape[1], k.shape[1], q.shape[3], v.shape[3], window)
-            calls[-1].attention.append(AttentionCall(module, keys, mask, dropout, kwargs))
+            calls[-1].attention.append(AttentionCall(module, keys, attention_mask, dropout, kwargs))
         return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]), None
 
     def call_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         nonlocal inside
         x, *others = [*args, *kwargs.values()] if args else [kwargs.pop("hidden_states"), *kwargs.values()]
         calls.append(call := LayerCall(layer, x, tuple(others)))
-        args, inside = (x, *args[1:]), True
+        # a mapping in which layers leave something for each other stays
+        args, kwargs = tree_map_only(Tensor, lambda t: t.to("meta"), ((x, *args[1:]), kwargs))
+        inside = True
         try:
-            out = layer.forward(
-                *(_for_layer(value) for value in args),
-                **{key: _for_layer(value) for key, value in kwargs.items()},
-            )
+            out = layer.forward(*args, **kwargs)
         except Exception:  # whatever code of the model it was
             return x
         finally:
             inside = False
         call.finished, call.more = True, isinstance(out, tuple) and any(o is not None for o in out[1:])
-        return tree_map(lambda t: torch.zeros_like(t, device="cpu") if isinstance(t, Tensor) else t, out)
+        return tree_map_only(Tensor, functools.partial(torch.zeros_like, device="cpu"), out)
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if module is head:
@@ -175,17 +176,15 @@ def _standing_in(model: Any, layers: Sequence[nn.Module], calls: list[LayerCall]
         return call_layer(module, *args, **kwargs) if whole else module.forward(*args, **kwargs)
 
     AttentionInterface.register(name, attend)
-    try:
-        with contextlib.ExitStack() as patched:
-            for config in configs.values():
-                patched.enter_context(mock.patch.object(config, "_attn_implementation_internal", name))
-            model.train()
-            patched.enter_context(mock.patch.object(nn.Module, "__call__", call))
-            yield logits
-    finally:
-        for m, mode in training.items():
-            m.training = mode
-        AttentionInterface._global_mapping.pop(name, None)
+    with contextlib.ExitStack() as restored:
+        restored.callback(AttentionInterface._global_mapping.pop, name, None)
+        for m in modules:
+            restored.callback(setattr, m, "training", m.training)
+        for config in {id(c): c for m in modules for c in vars(m).values() if isinstance(c, PreTrainedConfig)}.values():
+            restored.enter_context(mock.patch.object(config, "_attn_implementation_internal", name))
+        model.train()
+        restored.enter_context(mock.patch.object(nn.Module, "__call__", call))
+        yield logits
 
 
 MASK_WITH_WINDOW = "create_sliding_window_causal_mask"
@@ -193,34 +192,14 @@ MASK_WITH_WINDOW = "create_sliding_window_causal_mask"
 
 
 @contextlib.contextmanager
-def _masks_made(model: nn.Module) -> Iterator[set[str]]:
-    """The names of transformers' functions by which the model makes its masks inside."""
-    made: set[str] = set()
-
-    def noting(name: str, original: Any) -> Any:
-        def make(*args: Any, **kwargs: Any) -> Any:
-            made.add(name)
-            return original(*args, **kwargs)
-
-        return make
-
+def _masks_made(model: nn.Module) -> Iterator[list[tuple[str, mock.Mock]]]:
+    """Inside, calls of transformers' functions by which the model makes its masks are counted: names and counters."""
     with contextlib.ExitStack() as patched:
-        for file in {sys.modules[kind.__module__] for m in model.modules() for kind in type(m).__mro__}:
-            for name in {MASK_WITH_WINDOW, "create_causal_mask"} & vars(file).keys():
-                patched.enter_context(mock.patch.object(file, name, noting(name, getattr(file, name))))
-        yield made
-
-
-def _with_window(call: AttentionCall, window: int) -> AttentionCall:
-    """A call of attention in a model whose masks all have this window, where it does not say it."""
-    if "sliding_window" in call.kwargs:
-        return call
-    return replace(call, untold=window, keys=replace(call.keys, window=window))
-
-
-def _for_layer(value: Any) -> Any:
-    """A layer's argument for the meta device. A mapping in which layers leave something for each other stays."""
-    return tree_map(lambda t: t.to("meta") if isinstance(t, Tensor) else t, value)
+        yield [
+            (name, patched.enter_context(mock.patch.object(file, name, wraps=vars(file)[name])))
+            for file in {sys.modules[kind.__module__] for m in model.modules() for kind in type(m).__mro__}
+            for name in {MASK_WITH_WINDOW, "create_causal_mask"} & vars(file).keys()
+        ]
 
 
 def _weights(model: nn.Module, layers: Sequence[nn.Module]) -> dict[str, Tensor]:

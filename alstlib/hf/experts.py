@@ -54,12 +54,6 @@ def routes(module: nn.Module) -> bool:
     return any(hasattr(module, a) for a in ("experts", "router", "gate")) and not hasattr(module, "down_proj")
 
 
-def takes_more(moe: nn.Module) -> bool:
-    """Whether the layer takes more than its tokens (token ids for routing by hash, another router's state)."""
-    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return sum(p.kind not in several for p in inspect.signature(moe.forward).parameters.values()) > 1
-
-
 def why_untiled(moe: nn.Module, by_token: bool) -> str:
     """Why an MLP or an MoE layer cannot run in tiles; empty where it can. `by_token`: the user says that layers
     of experts work token by token."""
@@ -67,7 +61,10 @@ def why_untiled(moe: nn.Module, by_token: bool) -> str:
         return ""
     if not (known(moe) or by_token):
         return "may mix tokens (see Options.experts_by_token)"
-    return "routes to experts by more than its tokens" if takes_more(moe) else ""
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    takes = [p for p in inspect.signature(moe.forward).parameters.values() if p.kind not in several]
+    # such as token ids for routing by hash, or another router's state
+    return "routes to experts by more than its tokens" if len(takes) > 1 else ""
 
 
 class TiledExperts(TiledMLP):
@@ -110,14 +107,14 @@ class TiledExperts(TiledMLP):
         tile that is smaller than the fp32 sums of the gradients costs time and saves little (`tile_of_sums`)."""
         found = [getattr(m, name, None) for m in self.inner.modules() for name in ("top_k", "num_experts_per_tok")]
         each = max((k for k in found if isinstance(k, int)), default=1)
-        shapes = {n: getattr(p, "ds_shape", p.shape) for n, p in self.inner.named_parameters()}
         listed = max([1, *(len(m) for m in self.inner.modules() if isinstance(m, nn.ModuleList))])
-        widest, numbers = x.shape[-1], 0.0
-        for name, shape in shapes.items():
+        widest, numbers, sums = x.shape[-1], 0.0, 0
+        for name, p in self.inner.named_parameters():
+            shape = getattr(p, "ds_shape", p.shape)
+            sums += 4 * math.prod(shape) * p.requires_grad
             if len(shape) >= 2:  # a matrix for each expert, in one weight or in a list, or one for all tokens
                 uses = each if len(shape) > 2 else each / listed if "experts." in name else 1
                 widest, numbers = max(widest, *shape[-2:]), numbers + uses * sum(shape[-2:])
-        sums = sum(4 * math.prod(shapes[n]) for n, p in self.inner.named_parameters() if p.requires_grad)
         tile = default_tile(each * widest, x.element_size(), x.device)
         return tile_of_sums(x.shape[1], tile, sums, numbers * x.element_size() * len(x))
 

@@ -31,12 +31,6 @@ from alstlib.ulysses.attention import UlyssesAttention
 _MODES: dict[bool | str, Mode] = {False: "none", "sync": "sync", True: "async"}
 
 
-def store_of(ctx: SPContext, options: Options) -> HostStore:
-    """Where checkpoints, and what else lies on the host, are kept."""
-    mode, budget = _MODES[options.offload], options.host_memory
-    return HostStore(mode, budget=budget) if options.disk is None else DiskStore(mode, options.disk, ctx, budget=budget)
-
-
 class Handle:
     """What `apply` returns: the attachment to one model. `detach()`, or leaving `with apply(...):`, takes it back.
 
@@ -47,7 +41,9 @@ class Handle:
     def __init__(self, model: PreTrainedModel, ctx: SPContext, options: Options, facts: Facts) -> None:
         self.model, self.ctx, self.options, self.facts = model, ctx, options, facts
         self.attention = UlyssesAttention(ctx, options.attention)
-        self.store = store_of(ctx, options)
+        mode, budget, disk = _MODES[options.offload], options.host_memory, options.disk
+        self.store = HostStore(mode, budget=budget) if disk is None else DiskStore(mode, disk, ctx, budget=budget)
+        """Where checkpoints, and what else lies on the host, are kept."""
         self.chunk = options.chunk_for(model.config.get_text_config().hidden_size)
         """Tokens of one chunk of this rank's slice; None: layers run whole."""
         self.notes: list[str] = [f"chunk='auto' took {self.chunk:,} tokens"] if options.chunk == "auto" else []
@@ -97,9 +93,17 @@ class Handle:
         asked = self.options.tile(part)
         return None if asked is True else int(asked)
 
-    def set_forward(self, module: nn.Module, forward: Any) -> None:
-        """Give this one module another `forward`, until detach; torch.compile leaves it as it is."""
-        self.edits.set(module, "forward", torch.compiler.disable(forward))
+    def set_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        """Give this one module another `forward`, until detach, for when the model does not run as its own;
+        torch.compile leaves it as it is."""
+        original = module.forward
+
+        @torch.compiler.disable
+        @functools.wraps(original)  # others ask what it takes
+        def either(*args: Any, **kwargs: Any) -> Any:
+            return (original if self.plain else forward)(*args, **kwargs)
+
+        self.edits.set(module, "forward", either)
 
     def swap(self, old: nn.Module, new: nn.Module) -> None:
         """Put `new` where `old` is, everywhere in the model, until detach; torch.compile leaves it as it is."""

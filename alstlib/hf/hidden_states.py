@@ -8,6 +8,7 @@ are added, dropout) is done there.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -28,24 +29,23 @@ def attach_hidden_states(handle: Handle) -> None:
     if not _may_travel(handle.options):
         return
     tokens: Any = handle.model.get_input_embeddings()  # with an adapter around it, that as a whole
-    inside = {id(m) for m in tokens.modules() if m is not tokens}
-    tiled = {id(inner) for m in handle.model.modules() if isinstance(m, TiledModule) for inner in m.modules()}
+    inside = {*tokens.modules()} - {tokens}
+    tiled = {inner for m in handle.model.modules() if isinstance(m, TiledModule) for inner in m.modules()}
     for module in outside_layers(handle):
         if isinstance(module, TiledModule):
             module.travel = lambda: handle.travel()
-        elif module is tokens or (isinstance(module, nn.Embedding) and id(module) not in inside):
-            handle.set_forward(module, _token_wise(handle, module, module.forward, x=False))
-        elif isinstance(module, nn.Linear) and id(module) not in {*inside, *tiled}:
-            handle.set_forward(module, _token_wise(handle, module, module.forward, x=True))
+        elif module is tokens or (isinstance(module, nn.Embedding) and module not in inside):
+            handle.set_forward(module, functools.partial(_token_wise, handle, module, module.forward, False))
+        elif isinstance(module, nn.Linear) and module not in inside | tiled:
+            handle.set_forward(module, functools.partial(_token_wise, handle, module, module.forward, True))
         elif any("inv_freq" in name for name, _ in module.named_buffers(recurse=False)):
-            handle.set_forward(module, _rotary(handle, module.forward))
+            handle.set_forward(module, functools.partial(_rotary, handle, module.forward))
 
 
 def outside_layers(handle: Handle) -> Iterator[nn.Module]:
     """The modules of the model that are neither in its layers nor in its vision tower."""
-    inside = {id(m) for layer in handle.facts.layers for m in layer.modules()}
-    inside |= {id(m) for m in tower_modules(handle.model)}
-    return (m for m in handle.model.modules() if id(m) not in inside)
+    inside = {m for layer in handle.facts.layers for m in layer.modules()} | {*tower_modules(handle.model)}
+    return (m for m in handle.model.modules() if m not in inside)
 
 
 def _may_travel(options: Options) -> bool:
@@ -67,36 +67,29 @@ def travels(handle: Handle, inputs: StepInputs, kwargs: dict[str, Any]) -> bool:
     return True
 
 
-def _token_wise(handle: Handle, module: nn.Module, original: Any, x: bool) -> Any:
+def _token_wise(handle: Handle, module: nn.Module, original: Any, x: bool, *args: Any, **kwargs: Any) -> Any:
     """The forward of an embedding, or of a projection, whose input `x` lies on the host too."""
+    travel = handle.travel(x=x)
+    if travel is None or kwargs or len(args) != 1 or args[0].ndim != 2 + x:
+        return original(*args, **kwargs)
+    assert handle.chunk is not None
 
     def trainable() -> list[nn.Parameter]:
         return [p for p in module.parameters() if p.requires_grad]
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        travel = handle.travel(x=x)
-        if travel is None or kwargs or len(args) != 1 or args[0].ndim != 2 + x:
-            return original(*args, **kwargs)
-        assert handle.chunk is not None
-        return tiled_compute(
-            original, args[0], trainable, tile=handle.chunk, module=module, travel=travel
-        )  # fmt: skip
-
-    return forward
+    return tiled_compute(original, args[0], trainable, tile=handle.chunk, module=module, travel=travel)
 
 
-def _rotary(handle: Handle, original: Any) -> Any:
-    def forward(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        travel = handle.travel(x=False)
-        if travel is None:
-            return original(x, position_ids, *args, **kwargs)
-        assert handle.chunk is not None
-        like, kinds = x.new_empty(0, device=travel.device), position_ids.ndim == 3  # those of text and of images' axes
+def _rotary(handle: Handle, original: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a module that makes rotary tables."""
+    travel = handle.travel(x=False)
+    if travel is None:
+        return original(x, position_ids, *args, **kwargs)
+    assert handle.chunk is not None
+    like, kinds = x.new_empty(0, device=travel.device), position_ids.ndim == 3  # those of text and of images' axes
 
-        def tables(at: Tensor) -> Any:
-            return original(like, at.movedim(-1, 0) if kinds else at, *args, **kwargs)
+    def tables(at: Tensor) -> Any:
+        return original(like, at.movedim(-1, 0) if kinds else at, *args, **kwargs)
 
-        by_token = position_ids.movedim(0, -1) if kinds else position_ids
-        return tiled_compute(tables, by_token, tile=handle.chunk, travel=travel)
-
-    return forward
+    by_token = position_ids.movedim(0, -1) if kinds else position_ids
+    return tiled_compute(tables, by_token, tile=handle.chunk, travel=travel)

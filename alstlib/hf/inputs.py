@@ -24,7 +24,6 @@ from alstlib.hf.by_position import chunk_offsets
 from alstlib.hf.experts import router_loss
 from alstlib.hf.handle import Handle
 from alstlib.hf.pass_state import Objective, PassState, StepInputs
-from alstlib.hf.support import Facts
 from alstlib.hf.vision import take_images
 from alstlib.kernels.spans import Offsets
 from alstlib.tiled.logits import readable
@@ -41,15 +40,15 @@ OURS = (
     "sample_tokens", "sample_length",
 )  # fmt: skip
 """Keyword arguments that an attached model takes and its own forward does not see."""
-MIXED = (
-    "pixel_values", "pixel_values_videos", "input_features", "encoder_hidden_states", "token_type_ids",
-    "mm_token_type_ids",
-)  # fmt: skip
-"""Inputs whose tokens may attend in both directions, or to what is not in the sequence."""
 REFUSED = {
-    **dict.fromkeys(MIXED, "tokens attend causally to tokens; leave it out"),
+    **dict.fromkeys(
+        ("input_features", "encoder_hidden_states", "token_type_ids"),
+        "tokens attend causally to tokens; leave it out",
+    ),
     **dict.fromkeys(("past_key_values", "use_cache"), "call generate() with sp=1, or after detach()"),
 }
+"""Inputs whose tokens may attend in both directions, or to what is not in the sequence. (`take_images` has taken those
+of images out of a call before.)"""
 
 
 def handle_of(model: Any) -> Handle:
@@ -112,7 +111,10 @@ def take_call(kwargs: dict[str, Any], ctx: SPContext, chunk: int | None = None) 
         ValueError: inputs that cannot be run exactly, with what to give instead.
     """
     ours = {name: kwargs.pop(name, None) for name in OURS}
-    check_tensors({**ours, **kwargs})
+    for name in TENSORS:
+        value = ours[name] if name in ours else kwargs.get(name)
+        if value is not None and not (isinstance(value, Tensor) and value.ndim == 2):
+            raise ValueError(f"{name} {_shown(value)} must be a tensor [B, L]")
     tokens = kwargs.get("inputs_embeds") if kwargs.get("input_ids") is None else kwargs["input_ids"]
     if tokens is None:
         raise ValueError("the model needs input_ids or inputs_embeds")
@@ -128,18 +130,16 @@ def take_call(kwargs: dict[str, Any], ctx: SPContext, chunk: int | None = None) 
         raise ValueError(f"shift_labels {list(labels.shape)} must have the shape of input_ids {list(shape)}")
     if (divisor := ours["num_items_in_batch"]) is not None:
         check_number("num_items_in_batch", divisor, "the number of labels that the loss is divided by")
-    mask = kwargs.pop("attention_mask", None)
-    _check_mask(mask, labels, shape, ctx.sp)
+    mask = _checked_mask(kwargs.pop("attention_mask", None), labels, shape, ctx.sp)
     packed = {name: kwargs.pop(name, None) for name in PACKED}
     cu = packed["cu_seq_lens_q"] if ours["cu_seqlens"] is None else ours["cu_seqlens"]
     if packed["seq_idx"] is not None and cu is None and kwargs.get("position_ids") is None:
         raise ValueError("seq_idx alone does not tell where documents begin: give position_ids or cu_seqlens too")
-    documents = _documents(None if cu is None else integers("cu_seqlens", cu), kwargs, tokens, ctx)
-    sample_tokens = None if ours["sample_tokens"] is None else integers("sample_tokens", ours["sample_tokens"])
+    sample_tokens = integers("sample_tokens", ours["sample_tokens"])
     inputs = StepInputs(
-        shape=shape, device=tokens.device, documents=documents, labels=labels, divisor=divisor,
-        sample_length=ours["sample_length"], real=_real_tokens(sample_tokens, mask, tokens, ctx),
-        sample_tokens=sample_tokens,
+        shape=shape, device=tokens.device, documents=_documents(integers("cu_seqlens", cu), kwargs, tokens, ctx),
+        labels=labels, divisor=divisor, sample_length=ours["sample_length"], sample_tokens=sample_tokens,
+        real=mask if sample_tokens is None else _real_tokens(sample_tokens, tokens, ctx),
         striped=chunk is not None and ctx.sp > 1 and shape[1] > chunk,
     )  # fmt: skip
     if inputs.striped:
@@ -158,46 +158,41 @@ def _check_dealt(kwargs: dict[str, Any], labels: Tensor | None) -> None:
         )
 
 
-def of_all_ranks(
-    kwargs: dict[str, Any], inputs: StepInputs, chunk: int | None, facts: Facts, ctx: SPContext
-) -> StepInputs:  # fmt: skip
+def of_all_ranks(handle: Handle, kwargs: dict[str, Any], inputs: StepInputs, chunk: int | None) -> StepInputs:
     """What the ranks of an SP group exchange before they compute: where a `chunk` cuts their slices, tokens, positions
     and labels are dealt out in stripes of so many tokens; and the longest position, where the model asks for it."""
-    labels = inputs.labels
+    facts, ctx, made = handle.facts, handle.ctx, dict[str, Any]()
     if inputs.striped:
         assert chunk is not None
-        assert labels is not None  # `_check_dealt`
-        tokens, like = kwargs["input_ids"], kwargs["input_ids"].dtype
-        given = [tokens, kwargs["position_ids"].expand_as(tokens).to(like), labels.to(like)]
-        several = inputs.images.get("image_positions")
-        given += [] if several is None else [*several.to(tokens.device, like).unbind(-1)]
-        given += [] if inputs.real is None else [inputs.real.to(like)]
-        kwargs["input_ids"], kwargs["position_ids"], labels, *others = stripe(given, chunk, ctx)
-        real = None if inputs.real is None else others.pop().bool()
-        images = inputs.images if several is None else {**inputs.images, "image_positions": torch.stack(others, -1)}
-        inputs = replace(inputs, labels=labels, real=real, images=images)
+        assert inputs.labels is not None  # `_check_dealt`
+        tokens, several = kwargs["input_ids"], inputs.images.get("image_positions")
+        given = [tokens, kwargs["position_ids"].expand_as(tokens), inputs.labels]
+        given += [] if inputs.real is None else [inputs.real]
+        given += [] if several is None else several.unbind(-1)
+        dealt = stripe([t.to(tokens.device, tokens.dtype) for t in given], chunk, ctx)
+        kwargs["input_ids"], kwargs["position_ids"], made["labels"], *others = dealt
+        if inputs.real is not None:
+            made["real"] = others.pop(0).bool()
+        if several is not None:
+            made["images"] = {**inputs.images, "image_positions": torch.stack(others, -1)}
     positions: Any = kwargs.get("position_ids")
     batch, local = inputs.shape
     if positions is None and (facts.by_longest or facts.scales_by_position):  # the model counts by itself
         positions = torch.arange(local, device=inputs.device)[None]
     if facts.scales_by_position:
-        inputs = replace(inputs, positions=positions)
+        made["positions"] = positions
     if facts.attention_chunk is not None:
-        chunks = chunk_offsets(inputs.documents, batch, local * ctx.sp, facts.attention_chunk)
-        inputs = replace(inputs, chunks=chunks)
+        made["chunks"] = chunk_offsets(inputs.documents, batch, local * ctx.sp, facts.attention_chunk)
     if facts.by_longest:
-        longest = positions.max().reshape(1, 1)
+        made["longest"] = positions.max().reshape(1, 1)
         if ctx.sp > 1:
-            dist.all_reduce(longest, dist.ReduceOp.MAX, group=ctx.sp_group)
-        inputs = replace(inputs, longest=longest)
-    return inputs
+            dist.all_reduce(made["longest"], dist.ReduceOp.MAX, group=ctx.sp_group)
+    return replace(inputs, **made)
 
 
-def _real_tokens(sample_tokens: list[int] | None, mask: Any, tokens: Tensor, ctx: SPContext) -> Tensor | None:
+def _real_tokens(sample_tokens: list[int], tokens: Tensor, ctx: SPContext) -> Tensor | None:
     """Which of this rank's tokens are not padding, where some are."""
     batch, local = tokens.shape[:2]
-    if sample_tokens is None:
-        return None if mask is None or bool(mask.bool().all()) else mask.bool()
     lengths = torch.tensor(sample_tokens).expand(batch)
     if bool((lengths == local * ctx.sp).all()):
         return None
@@ -217,10 +212,11 @@ def _labels(ours: dict[str, Any], ctx: SPContext) -> Tensor | None:
     return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
 
 
-def _check_mask(mask: Any, labels: Tensor | None, shape: tuple[int, int], sp: int) -> None:
-    """A mask is dropped only where causal attention needs none: all ones, or padding on the right without loss."""
+def _checked_mask(mask: Any, labels: Tensor | None, shape: tuple[int, int], sp: int) -> Tensor | None:
+    """Which tokens are not padding; None: all. A mask is dropped only where causal attention needs none: all ones, or
+    padding on the right without loss."""
     if mask is None:
-        return
+        return None
     if not isinstance(mask, Tensor) or mask.shape != shape:
         raise ValueError(
             f"attention_mask {_shown(mask)} must have the shape of input_ids {list(shape)}; packed documents are given "
@@ -228,13 +224,14 @@ def _check_mask(mask: Any, labels: Tensor | None, shape: tuple[int, int], sp: in
         )
     keep = mask.bool()
     if bool(keep.all()):
-        return
+        return None
     right = bool((keep[:, 1:] <= keep[:, :-1]).all())
     if sp > 1 or not right or (labels is not None and bool((labels.ne(IGNORE) & ~keep).any())):
         raise ValueError(
             "attention_mask has zeros that cannot be dropped exactly: pad on the right with labels -100 (SPDataLoader "
             "takes such masks), and give packed documents as cu_seqlens"
         )
+    return keep
 
 
 def _documents(cu: list[int] | None, kwargs: dict[str, Any], tokens: Tensor, ctx: SPContext) -> Offsets | None:
@@ -261,26 +258,18 @@ def _documents(cu: list[int] | None, kwargs: dict[str, Any], tokens: Tensor, ctx
             f"{total}, for {batch} x {local} tokens on each of {ctx.sp} ranks: the ranks' shapes disagree, or the "
             "offsets are not global"
         )
+    if positions is not None and cu is not None and not readable(positions):
+        return offsets  # the look would wait for a GPU
+    expected = _positions(offsets, batch, local, ctx).to(tokens.device)
     if positions is None:
-        kwargs["position_ids"] = _positions(offsets, batch, local, ctx).to(tokens.device)
-    elif cu is None or readable(positions):  # on a GPU the look costs a synchronisation
-        _check_positions(positions.expand(batch, -1), _positions(offsets, batch, local, ctx), ctx, name, cu is not None)
+        kwargs["position_ids"] = expected
+        return offsets
+    _check_positions(positions.expand(batch, -1), expected, ctx, name, padded=cu is not None)
     return None if cu is None and ctx.sp > 1 else offsets
-
-
-def _positions(offsets: tuple[int, ...], batch: int, local: int, ctx: SPContext) -> Tensor:
-    """[B, L] positions of this rank's tokens, counted from the start of each document."""
-    whole = local * ctx.sp
-    # documents begin at their offsets and with each sample
-    starts = torch.tensor(sorted({*offsets[:-1], *range(0, batch * whole, whole)}))
-    first = (torch.arange(batch) * ctx.sp + ctx.sp_rank)[:, None] * local
-    place = first + torch.arange(local)
-    return place - starts[torch.searchsorted(starts, place, right=True) - 1]
 
 
 def _check_positions(positions: Tensor, expected: Tensor, ctx: SPContext, name: str, padded: bool) -> None:
     """Positions [B, L] must be those that are expected; where offsets tell documents apart, padding may stay at 0."""
-    expected = expected.to(positions.device)
     wrong = positions != expected
     if padded:
         wrong &= positions != 0
@@ -293,15 +282,22 @@ def _check_positions(positions: Tensor, expected: Tensor, ctx: SPContext, name: 
         )
 
 
+def _positions(offsets: tuple[int, ...], batch: int, local: int, ctx: SPContext) -> Tensor:
+    """[B, L] positions of this rank's tokens, counted from the start of each document."""
+    whole = local * ctx.sp
+    # documents begin at their offsets and with each sample
+    starts = torch.tensor(sorted({*offsets[:-1], *range(0, batch * whole, whole)}))
+    place = places_of(batch, local, ctx, starts.device)
+    return place - starts[torch.searchsorted(starts, place, right=True) - 1]
+
+
+def places_of(batch: int, local: int, ctx: SPContext, device: torch.device) -> Tensor:
+    """[B, L] places of this rank's tokens in the flattened batch [B * S] of all ranks."""
+    first = (torch.arange(batch, device=device) * ctx.sp + ctx.sp_rank)[:, None] * local
+    return first + torch.arange(local, device=device)
+
+
 # ----- types, shapes and ranges
-
-
-def check_tensors(given: Mapping[str, Any]) -> None:
-    """Refuse inputs that are no tensors [B, L] (ValueError)."""
-    for name in TENSORS:
-        value = given.get(name)
-        if value is not None and not (isinstance(value, Tensor) and value.ndim == 2):
-            raise ValueError(f"{name} {_shown(value)} must be a tensor [B, L]")
 
 
 def _shown(value: Any) -> str:
@@ -320,12 +316,14 @@ def check_number(name: str, value: Any, works: str, least: float = 0.0, most: fl
         raise ValueError(f"{name}={value!r} must be {works}")
 
 
-def integers(name: str, value: Any) -> list[int]:
-    """A list of whole numbers, of a list, a tensor or an array [n].
+def integers(name: str, value: Any) -> list[int] | None:
+    """A list of whole numbers, of a list, a tensor or an array [n]; None of None.
 
     Raises:
         ValueError: it is something else.
     """
+    if value is None:
+        return None
     try:
         return [operator.index(n) for n in (value.tolist() if hasattr(value, "tolist") else value)]
     except TypeError:

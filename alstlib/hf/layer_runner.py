@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,21 +21,22 @@ from torch.utils._pytree import tree_flatten
 
 from alstlib.base.recompute import Saved, with_gradient
 from alstlib.hf.handle import Handle
-from alstlib.hf.indexed import WHY_WHOLE, has_indexer
-from alstlib.hf.shared import apart, is_shared
-from alstlib.hf.support import Facts, layer_name
+from alstlib.hf.shared import Shared, apart, is_shared
+from alstlib.hf.support import Facts, layer_name, why_whole
 from alstlib.linear.adapters import is_tokenwise
 from alstlib.offload.checkpoints import Segment, checkpoint
 from alstlib.streaming.chunked import LayerChunk, Stream
+from alstlib.tiled.compute import tensors_of
 from alstlib.tiled.skip import Follower, Unread, find_followers
 
 
-def attach_runners(handle: Handle, layers: Sequence[nn.Module]) -> None:
+def attach_runners(handle: Handle) -> None:
     """Layers' own `forward` is wrapped on the instance: engines' hooks stay outside, in every transformers version."""
     kind: type[LayerRunner] = Whole if handle.chunk is None else Chunked
     if handle.chunk is not None:
-        _check_chunks(handle)
-    chain = Chain()
+        _check_chunks(handle.facts)
+    layers = handle.facts.layers
+    chain = Chain(len(layers))
     for i, layer in enumerate(layers):
         handle.set_forward(layer, kind(handle, chain, layer, i))
 
@@ -58,7 +59,8 @@ class Chain:
     """The segment that the layer which ran last belongs to. The next layer goes on with it where it may: it is the next
     one, gets what the last one returned (a model may do something in between), and the segment is not full."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int) -> None:
+        self.layers = layers
         self._last: Callable[[], Segment | None] = lambda: None
 
     def segment(self, index: int, x: Tensor, every: int) -> Segment:
@@ -66,6 +68,8 @@ class Chain:
         found = self._last() if index > 0 else None
         if found is None or not found.continues_with(x):
             found = Segment(every)
+        if index == self.layers - 1:
+            found.every = 0  # none follows
         self._last = weakref.ref(found)  # it lives as long as the graph
         return found
 
@@ -80,21 +84,22 @@ class LayerRunner:
 
     always = False
     """Whether it also runs the layer where no gradients are recorded."""
-    run: Callable[[Tensor, tuple[Any, ...], dict[str, Any]], Any]
-    """Gives the layer's output for its input x [B, L, E] and its further arguments."""
+    run: Callable[[Tensor, Shared, list[Any], list[Tensor]], Any]
+    """Gives the layer's output for its input x [B, L, E] and its further arguments as `apart` takes them apart, joined
+    with what the layer leaves for others (`Shared.joined`)."""
 
     def __init__(self, handle: Handle, chain: Chain, layer: nn.Module, index: int) -> None:
         self.handle, self.chain, self.layer, self.index = handle, chain, layer, index
         self.original = layer.forward
-        self.last = index == len(handle.facts.layers) - 1
         self.unread = Unread(layer)
         self.looked = not self.unread.mlps
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.handle.plain or not (torch.is_grad_enabled() or self.always):
+        if not (torch.is_grad_enabled() or self.always):
             return self.original(*args, **kwargs)
         x, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
-        return self.run(x, args, kwargs)
+        shared, leaves, tensors, mappings = apart(args, kwargs)
+        return shared.leave(mappings, self.run(x, shared, leaves, tensors))
 
     def trainable(self) -> list[nn.Parameter]:
         """The layer's weights that train; an engine may swap them."""
@@ -104,14 +109,12 @@ class LayerRunner:
 class Whole(LayerRunner):
     """Runs a layer on all tokens as a checkpoint."""
 
-    def run(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, x: Tensor, shared: Shared, leaves: list[Any], tensors: list[Tensor]) -> Any:
         handle, plan, state = self.handle, self.handle.plan, self.handle.running
         if self.index == 0 and state.blocks is None:
             plan.whole(tokens_first(x, handle.facts))
-        shared, leaves, tensors, mappings = apart(args, kwargs)
         saved, weights = Saved(keep=plan.keeps_attention(self.index)), self.trainable()
         state = replace(state, saved=saved, drew=set(), followers=self.unread.followers)
-        segment = self.chain.segment(self.index, x, plan.inputs_kept_every)
 
         def run(x: Tensor, tensors: list[Tensor], leaves: list[Any]) -> Any:
             graph = saved.stage == "graph"
@@ -130,14 +133,12 @@ class Whole(LayerRunner):
 
         # an engine that takes gradients one by one, or (ZeRO-3, FSDP2) puts weights in place for the time of a call
         taken = any(p._post_accumulate_grad_hooks or hasattr(p, "ds_id") for p in weights)
-        taken = taken or any(hasattr(m, "unshard") for m in self.layer.modules())
-        out = checkpoint(
+        taken |= any(hasattr(m, "unshard") for m in self.layer.modules())
+        return checkpoint(
             run, x, tensors, leaves, store=handle.store, saved=saved, trains=bool(weights), accept=self.unread.accept,
-            segment=segment, module=self.layer, weights=None if taken else weights,
+            segment=self.chain.segment(self.index, x, plan.inputs_kept_every), module=self.layer,
+            weights=None if taken else weights,
         )  # fmt: skip
-        if self.last:
-            segment.end = None
-        return shared.leave(mappings, out)
 
     def look(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the layer, and find out what follows its MLPs."""
@@ -160,12 +161,10 @@ class Chunked(LayerRunner):
     def __init__(self, handle: Handle, chain: Chain, layer: nn.Module, index: int) -> None:
         super().__init__(handle, chain, layer, index)
         self.tokenwise = is_tokenwise(layer)
-        self.nothing: tuple[None, ...] | None = None
-        """What the layer returns beside its output, all None; None: it returns the output alone."""
         handle.edits.hook(layer, layer.register_forward_pre_hook(_ensure_input_grad, with_kwargs=True))
         handle.edits.set(layer, "_z3_leaf", True)
 
-    def run(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, x: Tensor, shared: Shared, leaves: list[Any], tensors: list[Tensor]) -> Any:
         handle, plan, state = self.handle, self.handle.plan, self.handle.running
         if state.travels:
             x = x.cpu()  # the embeddings of a caller may come from a device
@@ -173,15 +172,14 @@ class Chunked(LayerRunner):
         if self.index == 0:
             plan.chunked(x, state.inputs.device, state.travels, train=torch.is_grad_enabled())
         state = replace(state, drew=set(), whole=True)
-        shared, leaves, tensors, mappings = apart(args, kwargs)
         cuts = [_token_dimension(t, x.shape[1], self.layer) for t in leaves]
         trained = {i: t for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.requires_grad}
-        fixed: list[tuple[Any, int | None]] = [
-            (None, None) if i in trained else pair for i, pair in enumerate(zip(leaves, cuts))
-        ]  # fmt: skip
+        for i in trained:  # held by autograd below
+            leaves[i] = cuts[i] = None
+        nothing: list[Any] = []  # what the layer returns beside its output: None, or nothing
 
         def run(part: Tensor, piece: LayerChunk, *beside: Tensor) -> Tensor:
-            mine = [t if at is None else t[(slice(None),) * at + (piece.tokens,)] for t, at in fixed]
+            mine = [t if at is None else t[(slice(None),) * at + (piece.tokens,)] for t, at in zip(leaves, cuts)]
             if state.travels:  # what is made for all layers may lie on the host too
                 mine = [t.to(part.device, non_blocking=True) if isinstance(t, Tensor) else t for t in mine]
             for i, t in zip(trained, beside):
@@ -192,36 +190,23 @@ class Chunked(LayerRunner):
             with handle.entered(replace(state, part=piece, skip=self.unread.holds and again)):
                 layer = functools.partial(self.original, as_given(part, facts))
                 out, left = shared.run(layer, mine, [t.transpose(1, 2) for t in beside[len(trained) :]])
+            out, *nothing[:] = tensors_of(out)
+            if any(more is not None for more in nothing):
+                raise ValueError(f"{layer_name(self.index, self.layer)} {RETURNS_MORE}")
             piece.left = [t.transpose(1, 2) for t in left]
-            return tokens_first(self.only(out), facts)
+            return tokens_first(out, facts)
 
         assert handle.chunk is not None
-        segment = self.chain.segment(self.index, x, plan.inputs_kept_every)
         stream = Stream(
             run=run, chunk=handle.chunk, ranks=handle.ctx.sp, store=handle.store,
             keep=plan.keeps_attention(self.index), params=self.trainable, accept=self.unread.accept, module=self.layer,
             device=state.inputs.device, travels=state.travels, kv_on_host=plan.kv_on_host,
-            tokenwise=self.tokenwise, whole=functools.partial(run_whole, self.layer), choices=handle.page_chooser(),
+            tokenwise=self.tokenwise, whole=run_whole, choices=handle.page_chooser(),
         )  # fmt: skip
-        out, *left = stream(x, segment, [*trained.values(), *(t.transpose(1, 2) for t in tensors)])
-        if self.last:
-            segment.end = None
-        shared.leave(mappings, [None, *(t.transpose(1, 2) for t in left)])
+        beside = [*trained.values(), *(t.transpose(1, 2) for t in tensors)]
+        out, *left = stream(x, self.chain.segment(self.index, x, plan.inputs_kept_every), beside)
         out = as_given(out, facts)
-        return out if self.nothing is None else (out, *self.nothing)
-
-    def only(self, out: Any) -> Tensor:
-        """The output alone, of what the layer returned.
-
-        Raises:
-            ValueError: it returned more.
-        """
-        if isinstance(out, Tensor):
-            return out
-        if any(o is not None for o in out[1:]):
-            raise ValueError(f"{layer_name(self.index, self.layer)} {RETURNS_MORE}")
-        self.nothing = out[1:]
-        return out[0]
+        return shared.joined(out if shared.alone else (out, *nothing), [t.transpose(1, 2) for t in left])
 
 
 RETURNS_MORE = "returns more than its output, so it cannot run in chunks; use chunk=None"
@@ -229,15 +214,12 @@ CACHES = {"past_key_values", "past_key_value", "layer_past", "cache_params"}
 """What layers call a cache. One that takes none may need all tokens at once."""
 
 
-def _check_chunks(handle: Handle) -> None:
+def _check_chunks(facts: Facts) -> None:
     """Refuse a model whose layers cannot run in chunks (ValueError)."""
-    for i, layer in enumerate(handle.facts.layers):
-        if not CACHES & set(inspect.signature(layer.forward).parameters):
-            raise ValueError(f"{layer_name(i, layer)} takes no cache, so it cannot run in chunks; use chunk=None")
-        if any(has_indexer(m) for m in layer.modules()):
-            raise ValueError(f"{layer_name(i, layer)} {WHY_WHOLE}; use chunk=None")
-    for i, call in enumerate(handle.facts.calls):
-        where, tokens = layer_name(i, call.layer), call.hidden.shape[handle.facts.tokens_at]
+    for i, call in enumerate(facts.calls):
+        where, tokens = layer_name(i, call.layer), call.hidden.shape[facts.tokens_at]
+        if not CACHES & set(inspect.signature(call.layer.forward).parameters):
+            raise ValueError(f"{where} takes no cache, so it cannot run in chunks; use chunk=None")
         others = tree_flatten(call.others)[0]
         for value in others:
             _token_dimension(value, tokens, call.layer)
@@ -246,8 +228,8 @@ def _check_chunks(handle: Handle) -> None:
                 raise ValueError(f"{where} shares a tensor {list(t.shape)} that is no keys or values; use chunk=None")
         if call.more:
             raise ValueError(f"{where} {RETURNS_MORE}")
-        if len(call.attention) > 1:
-            raise ValueError(f"{where} calls attention more than once, so it cannot run in chunks; use chunk=None")
+        if why := why_whole(i, call.layer, len(call.attention)):
+            raise ValueError(f"{why}, so it cannot run in chunks; use chunk=None")
 
 
 def tokens_first(x: Tensor, facts: Facts) -> Tensor:

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from alstlib.base.mesh import SPContext
 from alstlib.base.options import Options
 from alstlib.base.sizing import Spread, kept_with_disk, keys_and_values, keys_leave, keys_left, kv_needed, sent_away
+from alstlib.hf.dry_run import Keys
 from alstlib.hf.support import Facts
 from alstlib.linear.adapters import mixers_of
 from alstlib.offload import headroom
@@ -49,38 +50,38 @@ class MemoryPlan:
         self._handed_on = 0
         """Bytes that layers with a state hand on from a block, as the last micro-batch had them."""
 
-    def whole(self, x: Tensor, pages: int = 0, streamed: bool = False, travels: bool = False) -> None:
+    def whole(self, x: Tensor, pages: int = 0, travels: bool = False) -> None:
         """Decide what layers keep that run on all tokens; x is the first layer's input.
 
         Args:
             pages: bytes of keys and values on the host, with the sums of their gradients, where layers run on some of
-                the tokens: in chunks that are `streamed`, with an input on the host where it `travels`, or in blocks.
+                the tokens: in chunks, with an input on the host where it `travels`, or in blocks.
 
         Raises:
             HostOutOfMemory: on every rank, where on some rank what must be kept does not fit.
         """
-        options, store = self.options, self.store
-        output, many = self._output_bytes(x), max(1, len(self.facts.attending))
+        options, store, layers, attending = self.options, self.store, len(self.facts.layers), self.facts.attending
+        output, many = sum(self._output(x)), max(1, len(attending))
         if not options.offload:
             self.inputs_kept_every, self.attention_kept = 1, self._kept_on_device(x, output) / many
             return
         simulated, disk = isinstance(x, FakeTensor), store.disk_room()
-        every, outputs, needed, staged, room = self._host_keeps(x, pages, streamed, travels, disk)
+        every, outputs, needed, staged, room = self._host_keeps(x, pages, travels, disk)
         if options.disk is not None and not simulated and self.ctx.largest([int(every > 1 or needed > room + disk)])[0]:
-            every, outputs, needed, staged, room = self._host_keeps(x, pages, streamed, travels)
+            every, outputs, needed, staged, room = self._host_keeps(x, pages, travels)
             self._note(f"the disk in {options.disk.folder!r} has too little room, or the host for what is on its way")
         if not simulated:
             every, negative = self._on_all_hosts(0 if staged else needed - room, every, -outputs)
             outputs = -negative
         if options.save_attention == "auto":
             needed += outputs * output
-        movable = len(self.facts.layers) * x.nbytes + outputs * output
+        movable = layers * x.nbytes + outputs * output
         spread, away, moving = Spread(0, 1), 0, 0
         if staged:
-            chunk = options.chunk_for(x.shape[-1]) if streamed else None
+            chunk = options.chunk_for(x.shape[-1])
             spread, away, moving = sent_away(
-                room, needed - movable, len(self.facts.layers), x.nbytes, self._output(x),
-                self.facts.attending[:outputs], -(-x.shape[1] // chunk) if chunk else 0,
+                room, needed - movable, layers, x.nbytes, self._output(x), attending[:outputs],
+                -(-x.shape[1] // chunk) if chunk else 0,
             )  # fmt: skip
         self._needed = needed - away + moving
         there = store.leased if travels else 0
@@ -92,20 +93,17 @@ class MemoryPlan:
 
     def chunked(self, x: Tensor, device: torch.device, travels: bool, train: bool) -> None:
         """Layers run in chunks on `device`; x is the first layer's input, on the host where it `travels`."""
-        facts = self.facts
-        keys = self._pages(x, x.shape[1] * self.ctx.sp, facts.heads, facts.kv_heads, facts.kv_widths)
+        pages = self._pages(x, x.shape[1] * self.ctx.sp, self.facts.most)
         beside = 0 if travels else x.nbytes  # a gradient, where x lies on the device
-        self._place_keys(x, device, keys, beside, True, travels)
+        pages = self._place_keys(x, device, pages, beside, travels)
         if train:
-            self.whole(x, keys if self.kv_on_host else 0, True, travels)
+            self.whole(x, pages, travels)
 
     def blockwise(self, x: Tensor, blocks: Blocks) -> None:
         """A micro-batch runs block by block, of which x is the first block's first layer input."""
         pages = (blocks.count - 1) * self._handed_on
-        for keys in self.facts.keys:
-            pages += self._pages(x, blocks.kept_tokens(keys.window), keys.heads, keys.kv_heads, keys.widths)
-        self._place_keys(x, x.device, pages, 0)
-        self.whole(x, pages if self.kv_on_host else 0)
+        pages += sum(self._pages(x, blocks.kept_tokens(keys.window), keys) for keys in self.facts.keys)
+        self.whole(x, self._place_keys(x, x.device, pages))
         blocks.place(Courier(self.store, x.device) if self.kv_on_host else None)
 
     def handed_on(self, blocks: Blocks) -> None:
@@ -127,46 +125,39 @@ class MemoryPlan:
 
     def keeps_attention(self, index: int) -> bool:
         """Whether the attention output of this layer, by its place, is kept."""
-        return index in self.facts.attending[: round(self.attention_kept * len(self.facts.attending))]
+        attending = self.facts.attending
+        return index in attending[: round(self.attention_kept * len(attending))]
 
     def _output(self, x: Tensor) -> tuple[int, int]:
         """Bytes of one layer's attention output on this rank, and of its logsumexp."""
-        facts, tokens = self.facts, x.shape[0] * x.shape[1]
-        return tokens * facts.heads * facts.value_width * x.element_size(), tokens * facts.heads * 4
+        rows = x.shape[0] * x.shape[1] * self.facts.output.heads
+        return rows * self.facts.output.value_width * x.element_size(), rows * 4
 
-    def _output_bytes(self, x: Tensor) -> int:
-        """Bytes of both."""
-        return sum(self._output(x))
-
-    def _host_keeps(
-        self, x: Tensor, pages: int, streamed: bool, travels: bool, disk: int = 0
-    ) -> tuple[int, int, int, int, int]:
+    def _host_keeps(self, x: Tensor, pages: int, travels: bool, disk: int = 0) -> tuple[int, int, int, int, int]:
         """`sizing.kept_with_disk` of a forward, and the room that this rank's host has for it."""
         size, room = x.nbytes, self.store.room() + self.store.unused
         room += self.store.leased * travels  # the first layer's input, and what goes with it to every layer
         found = kept_with_disk(
-            room, disk, len(self.facts.layers), size, self._output_bytes(x), self.options.save_attention,
-            streamed=streamed, travels=travels, tables=max(0, self.store.leased - size), pages=pages,
-            attending=len(self.facts.attending),
+            room, disk, len(self.facts.layers), size, sum(self._output(x)), self.options.save_attention,
+            streamed=self.options.chunk is not None, travels=travels, tables=max(0, self.store.leased - size),
+            pages=pages, attending=len(self.facts.attending),
         )  # fmt: skip
         return *found, room
 
-    def _pages(self, x: Tensor, tokens: int, heads: int, kv_heads: int, widths: int) -> int:
+    def _pages(self, x: Tensor, tokens: int, keys: Keys) -> int:
         """Bytes of one layer's keys and values of so many tokens on this rank, with the sums of their gradients."""
-        needed = max(kv_needed(heads, kv_heads, self.ctx.sp))
-        return keys_and_values(x.shape[0] * tokens, needed, widths, x.element_size())
+        needed = max(kv_needed(keys.heads, keys.kv_heads, self.ctx.sp))
+        return keys_and_values(x.shape[0] * tokens, needed, keys.widths, x.element_size())
 
-    def _place_keys(
-        self, x: Tensor, device: torch.device, keys: int, beside: int, streamed: bool = False, travels: bool = False
-    ) -> None:
-        """Decide where keys and values of so many bytes lie, alike on all ranks."""
+    def _place_keys(self, x: Tensor, device: torch.device, keys: int, beside: int = 0, travels: bool = False) -> int:
+        """Decide where keys and values of so many bytes lie, alike on all ranks; returns those on the host."""
         place = self.options.place("kv")
         self.kv_on_host = place == "host"
-        if place != "auto" or not self.options.offload or isinstance(x, FakeTensor):
-            return
-        if (memory := headroom.device_memory(device)) is not None:
-            *_, needed, _, room = self._host_keeps(x, keys, streamed, travels)
+        decided = place != "auto" or not self.options.offload or isinstance(x, FakeTensor)
+        if not decided and (memory := headroom.device_memory(device)) is not None:
+            *_, needed, _, room = self._host_keeps(x, keys, travels)
             self.kv_on_host = keys_left(*self.ctx.largest(keys_leave(keys, memory[2] - beside, needed - room)))
+        return keys if self.kv_on_host else 0
 
     def _kept_on_device(self, x: Tensor, output: int) -> int:
         """Layers whose attention outputs, of `output` bytes each, stay on the device: with `auto` on a GPU those that

@@ -126,7 +126,9 @@ def flop_dimensions(model: PreTrainedModel) -> Json:
     routed = experts_of_token(config)
     dense = frozen = 0
     for path, p in model.named_parameters():
-        if len(shape := _whole_shape(p)) > 1 and id(p) not in tables:
+        # a weight that ZeRO-3 has in parts, or bitsandbytes in 4 bits
+        known = getattr(p, "ds_shape", None) or getattr(getattr(p, "quant_state", None), "shape", None)
+        if len(shape := known or p.shape) > 1 and id(p) not in tables:
             multiplied = round(math.prod(shape) * (share_of_token(model, path, shape, config) if routed else 1))
             dense, frozen = dense + multiplied, frozen + multiplied * (not p.requires_grad)
     heads, _, width = heads_of(config)
@@ -135,11 +137,6 @@ def flop_dimensions(model: PreTrainedModel) -> Json:
         "dense_params": dense, "heads": heads, "head_dim": width, "layers": layers, "windows": windows,
         "frozen": frozen,
     }  # fmt: skip
-
-
-def _whole_shape(p: Any) -> torch.Size:
-    """The shape of a weight that ZeRO-3 has in parts, or bitsandbytes in 4 bits."""
-    return getattr(p, "ds_shape", None) or getattr(getattr(p, "quant_state", None), "shape", None) or p.shape
 
 
 def windows_of(config: Any, layers: int, chunk: int | None) -> tuple[int, int]:

@@ -51,9 +51,8 @@ def save_model(handle: Handle, folder: str | Path, tokenizer: Any = None, told: 
         if first:
             weights[name] = tensor.to("cpu", copy=True)
     if first:
-        for name, buffer in model.named_buffers():
-            if name in model.state_dict():
-                weights[name] = buffer.detach().to("cpu", copy=True)
+        kept = model.state_dict().keys()
+        weights |= {name: t.detach().to("cpu", copy=True) for name, t in model.named_buffers() if name in kept}
         model.save_pretrained(folder, state_dict=weights)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections import Counter
@@ -16,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from alstlib.base.mesh import ATTACHED
 from alstlib.hf.by_position import CHUNKED, attention_chunk, scales_by_position
 from alstlib.hf.dry_run import MASK_WITH_WINDOW, ROWS, Keys, LayerCall, dry_run
-from alstlib.hf.indexed import INDEXED, WHY_WHOLE, has_indexer
+from alstlib.hf.indexed import INDEXED, WHY_WHOLE, AnyMask, has_indexer
 from alstlib.kernels.backends import choose_backend, of_user
 from alstlib.linear.adapter import plain_forward
 from alstlib.linear.adapters import KINDS, is_tokenwise, mixers_of
@@ -33,35 +34,35 @@ class Facts:
     """Calls of these layers in a dry run."""
     transform: LogitTransform | None
     """What the model does to the logits after its head; None where that is not known."""
-    heads: int
-    """Query heads of the layer with the widest attention output."""
-    value_width: int
-    """Width of the value of one of these heads."""
-    kv_heads: int = 0
-    kv_widths: int = 0
-    """Key/value heads of the layer that has the most of them by width, and the width of a key and a value together."""
+    output: Keys
+    """Heads of the layer with the widest attention output."""
+    most: Keys
+    """Heads of the layer that keeps the most keys and values by their width."""
     tokens_at: int = 1
     """The dimension of a layer's hidden states that goes with its tokens."""
     offset: int = 0
     """Position of the first token, as the model numbers its tokens."""
-    attending: Sequence[int] = ()
-    """Indices of the attention layers. A layer that the dry run could not tell counts as one."""
     keys: Sequence[Keys] = ()
     """What each layer's attention keeps of a token; widths of 0 for a layer with a state."""
     not_by_blocks: str = ""
     """Why the model cannot run block by block; empty where it can."""
-    by_longest: bool = False
-    """Whether frequencies of rotary embeddings depend on the longest position (dynamic NTK, LongRoPE)."""
+    by_longest: Sequence[nn.Module] = ()
+    """Modules whose frequencies of rotary embeddings depend on the longest position (dynamic NTK, LongRoPE)."""
     attention_chunk: int | None = None
     """Number of tokens in which layers with chunked attention attend together; None: there are no such layers."""
-    scales_by_position: bool = False
-    """Whether layers scale their queries by positions that they count by themselves."""
+    scales_by_position: Sequence[nn.Module] = ()
+    """Attention modules that scale their queries by positions that they count by themselves."""
     granule: int = 1
     """Number of tokens of which chunks should be multiples, because the attention kernel is fastest then."""
     routers: Sequence[nn.Module] = ()
     """Routers of a mixture of experts, whose load-balancing loss can be had (`output_router_logits`)."""
     shared: Sequence[tuple[str, nn.Parameter]] = ()
     """Names and weights that several parts of the model use which are recomputed one by one."""
+
+    @functools.cached_property
+    def attending(self) -> list[int]:
+        """Indices of the attention layers."""
+        return [i for i, keys in enumerate(self.keys) if keys.widths]
 
 
 def _routers(model: nn.Module) -> list[nn.Module]:
@@ -126,16 +127,16 @@ def check_model(model: PreTrainedModel, kernel: str | Callable[..., Any]) -> Fac
         backend = choose_backend(chosen, parameter.device, parameter.dtype, width, capped)
     except ValueError as e:
         raise ValueError(f"layer 0 of {name} ({type(layers[0]).__name__}): {e}") from None
-    without = {call.layer for call in calls if call.finished and not call.attention}
+    calling = Counter(call.layer for call in calls for _ in call.attention)
     last, parts = {call.layer: call for call in calls}, [m for layer in layers for m in layer.modules()]
     return Facts(
-        layers=layers, calls=calls, transform=transform, heads=output.heads, value_width=output.value_width,
-        kv_heads=most.kv_heads, kv_widths=most.widths, offset=offset, tokens_at=[*calls[0].hidden.shape].index(ROWS),
-        attending=[i for i, layer in enumerate(layers) if layer not in without],
-        keys=[_keys(last[layer], most) for layer in layers], not_by_blocks=_not_by_blocks(layers, calls),
-        by_longest=any(by_longest(m) for m in model.modules()), routers=_routers(model), granule=backend.granule,
+        layers=layers, calls=calls, transform=transform, output=output, most=most, offset=offset,
+        tokens_at=[*calls[0].hidden.shape].index(ROWS),
+        keys=[_keys(last[layer], most) for layer in layers],
+        not_by_blocks=next(filter(None, (why_whole(i, layer, calling[layer]) for i, layer in enumerate(layers))), ""),
+        by_longest=[m for m in model.modules() if _by_longest(m)], routers=_routers(model), granule=backend.granule,
         attention_chunk=next((size for m in parts if (size := attention_chunk(m))), None),
-        scales_by_position=any(scales_by_position(m) for m in parts),
+        scales_by_position=[m for m in parts if scales_by_position(m)],
     )  # fmt: skip
 
 
@@ -161,8 +162,12 @@ def _keys(call: LayerCall, most: Keys) -> Keys:
     """What a layer's attention keeps, by its call in a dry run; as `most` where that did not show it."""
     if call.attention:
         return call.attention[0].keys
-    stateful = bool(mixers_of(call.layer)) or is_tokenwise(call.layer)  # what it hands on does not grow
-    return replace(most, width=0, value_width=0) if stateful else most
+    return replace(most, width=0, value_width=0) if _keeps_none(call.layer) else most
+
+
+def _keeps_none(layer: nn.Module) -> bool:
+    """Whether a layer that calls no attention is known: it has a state, which does not grow, or mixes no tokens."""
+    return bool(mixers_of(layer)) or is_tokenwise(layer)
 
 
 def layer_name(index: int | str, layer: nn.Module) -> str:
@@ -170,18 +175,14 @@ def layer_name(index: int | str, layer: nn.Module) -> str:
     return f"layer {index} ({type(layer).__name__})"
 
 
-def _not_by_blocks(layers: Sequence[nn.Module], calls: Sequence[LayerCall]) -> str:
-    """Why a layer cannot run on some of the tokens, by its calls in a dry run; empty where all can."""
-    attended = Counter(call.layer for call in calls for _ in call.attention)
-    for i, layer in enumerate(layers):
-        if attended[layer] > 1:
-            return f"{layer_name(i, layer)} calls attention more than once"
-        if any(has_indexer(m) for m in layer.modules()):
-            return f"{layer_name(i, layer)} {WHY_WHOLE}"
-    return ""
+def why_whole(index: int, layer: nn.Module, attended: int) -> str:
+    """Why a layer that calls attention so often cannot run on some of the tokens; empty where it can."""
+    if attended > 1:
+        return f"{layer_name(index, layer)} calls attention more than once"
+    return f"{layer_name(index, layer)} {WHY_WHOLE}" if any(has_indexer(m) for m in layer.modules()) else ""
 
 
-def by_longest(module: nn.Module) -> bool:
+def _by_longest(module: nn.Module) -> bool:
     """Whether a module makes rotary embeddings whose frequencies depend on the longest position."""
     kind = getattr(module, "rope_type", None)
     kinds = kind.values() if isinstance(kind, dict) else [kind]
@@ -192,27 +193,26 @@ def _check_parts(name: str, layers: Sequence[nn.Module]) -> None:
     """Refuse a layer by the modules that it is made of."""
     for i, layer in enumerate(layers):
         where = f"layer {i} of {name} ({type(layer).__name__})"
-        mixers = mixers_of(layer)
-        known = {m for mixer in mixers for m in mixer.modules()}
+        known = {m for mixer in mixers_of(layer) for m in mixer.modules()}
         for part, m in layer.named_modules():
             if m not in known and not mixers_of(m) and _mixes_tokens(m):
                 raise ValueError(
                     f"{where}: {part or 'it'} ({type(m).__name__}) mixes tokens in another way than attention and the "
                     "states that are known, which is not exact on a sharded sequence"
                 )
-        if not mixers and not _attends(layer) and not is_tokenwise(layer):
+        if not _keeps_none(layer) and not _attends(layer):
             raise ValueError(f"{where} has no attention module, and no part with a state that is known")
 
 
 def _check_calls(model: PreTrainedModel, calls: Sequence[LayerCall]) -> None:
     """Refuse a model by what its layers did in a dry run."""
     for call in calls:
-        silent = not (call.attention or mixers_of(call.layer) or is_tokenwise(call.layer))
+        silent = not call.attention and not _keeps_none(call.layer)
         if silent and (call.finished or not model._supports_attention_backend):
             name = type(model).__name__
             raise ValueError(f"{name} computes attention by itself, not through transformers' AttentionInterface")
         for a in call.attention:
-            check_attention(a.module, a.mask, a.dropout, with_window(a.kwargs, a.untold))
+            check_attention(a.module, a.mask, a.dropout, a.kwargs)
 
 
 SLIDING = ("sliding_attention", "hybrid_sliding")
@@ -279,16 +279,11 @@ def heads_of(config: Any) -> tuple[int, int, int]:
     return heads, getattr(config, "num_key_value_heads", None) or heads, width
 
 
-def with_window(kwargs: dict[str, Any], untold: int | None) -> dict[str, Any]:
-    """What a layer hands to its attention, with the window that only its model's mask has."""
-    return kwargs if untold is None else {**kwargs, "sliding_window": untold}
-
-
 def check_attention(module: nn.Module, mask: Any, dropout: float, kwargs: dict[str, Any]) -> None:
     """Refuse what only a call shows: `kwargs` is what the layer hands to its attention besides q, k and v."""
     index = getattr(module, "layer_idx", None)
     where = layer_name("?" if index is None else index, module)
-    if mask is not None:
+    if mask is not None and not isinstance(mask, AnyMask):
         raise ValueError(
             f"{where} makes an attention mask by itself, and masks of the whole sequence are not supported"
         )

@@ -16,7 +16,7 @@ from alstlib.base.mesh import SPContext
 from alstlib.base.recompute import first_order
 from alstlib.hf.block_step import MicroBatch, check_block, check_planned, check_temperature, run_forward
 from alstlib.hf.causal_lm_loss import check_batch, fields_of
-from alstlib.hf.inputs import STATE, agree, handle_of, read_call
+from alstlib.hf.inputs import STATE, agree, handle_of, places_of, read_call
 from alstlib.hf.pass_state import Objective
 from alstlib.tiled.logits import Statistics
 
@@ -91,12 +91,8 @@ def token_logps(
         state = read_call(handle, given := fields_of(batch), objective, block or handle.chunk, agreement)
     if block is not None and agreement.count > 1:
         micro = MicroBatch(handle, given, state, block)
-        order = micro.order(batch, agreement.count)
-        try:
+        with micro.order(batch, agreement.count) as order:
             made = micro.in_order(run_forward(model, order))
-        finally:
-            for part, _ in order:
-                part.close()
         return TokenLogps(made[0], made[1], made[2].bool(), made[3]) if statistics else made
     logps = model(**given, **{STATE: state}).logits
     return logps if found is None else TokenLogps(logps, found.entropy, found.correct, found.mean)
@@ -126,8 +122,7 @@ def sequence_logps(logps: Tensor, batch: Mapping[str, Any], ctx: SPContext) -> T
     starts, tokens = torch.arange(samples) * whole, batch.get("sample_tokens")
     if batch.get("cu_seqlens") is not None:
         starts = torch.as_tensor(batch["cu_seqlens"]).flatten()[:-1].to("cpu", torch.int64)
-    at = (torch.arange(samples, device=device) * ctx.sp + ctx.sp_rank)[:, None] * length
-    at = (at + torch.arange(length, device=device)).flatten()
+    at = places_of(samples, length, ctx, device).flatten()
     document = torch.searchsorted(starts.to(device, non_blocking=True), at, right=True) - 1
     sums = logps.new_zeros(len(starts), dtype=torch.float64).index_add(0, document, logps.flatten().double())
     sums = OverRanks.apply(sums, ctx)

@@ -14,10 +14,11 @@ makes, m placeholders of its slice.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,9 +31,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from alstlib.base.recompute import first_order, own_random
 from alstlib.data.images import DEALT, IMAGE_KEYS, DealtImages, FeaturePlan, Fields, ImageLayout
 from alstlib.hf.handle import Handle
-from alstlib.hf.pass_state import PassState, StepInputs
-from alstlib.offload.checkpoints import checkpoint
-from alstlib.streaming.blocks import Blocks
+from alstlib.hf.pass_state import PassState
+from alstlib.offload.checkpoints import checkpoint, leaves_of
 from alstlib.ulysses.alltoall import Exchange
 
 REFUSED_MODELS = {
@@ -47,6 +47,8 @@ REFUSED_MODELS = {
     ),
 }
 """Why models cannot read images here, by their type."""
+NOT_TEXT = "pixel|image|video|vision|patches|encoder_outputs|audio"
+"""Parts of the names of a model's arguments that have values of images, or of what else is not text."""
 
 
 def image_layout(model: PreTrainedModel) -> ImageLayout | None:
@@ -74,14 +76,15 @@ def attach_vision(handle: Handle) -> None:
 
     def get_image_features(*args: Any, **kwargs: Any) -> Any:
         out, state = original(*args, **kwargs), handle.state
-        plan = None if state is None else _plan_of(handle, state)
-        return out if plan is None else _travelled(out, plan, handle.attention.exchange)
+        if state is None or "image_plan" not in state.inputs.images:
+            return out
+        return _travelled(out, _plan_of(handle, state), handle.attention.exchange)
 
     handle.edits.set(inner, "get_image_features", get_image_features)
     if handle.options.checkpoint:
         for layer in tower_modules(handle.model):
             if isinstance(layer, GradientCheckpointingLayer):
-                handle.set_forward(layer, _checkpointed(handle, layer, layer.forward))
+                handle.set_forward(layer, functools.partial(_checkpointed, handle, layer, layer.forward))
 
 
 def tower_modules(model: PreTrainedModel) -> list[nn.Module]:
@@ -108,12 +111,9 @@ def never_trained(handle: Handle) -> set[nn.Parameter]:
         register_module_forward_pre_hook(lambda module, _: ran.add(module)),
     ):  # fmt: skip
         features = features_made(inner.get_image_features(**blank))
-        total = torch.stack([t.float().sum() for t in features]).sum()
+    used = {id(p) for p in leaves_of([t for t in features if t.requires_grad])}
     # of a module that does not run here, such as the projector of Llama 4, nothing is known
-    tower = [p for module in ran for p in module.parameters(recurse=False) if p.requires_grad]
-    if not total.requires_grad:  # all that features depend on is frozen
-        return {*tower}
-    return {p for p, g in zip(tower, torch.autograd.grad(total, tower, allow_unused=True)) if g is None}
+    return {p for m in ran for p in m.parameters(recurse=False) if p.requires_grad and id(p) not in used}
 
 
 def take_images(handle: Handle, kwargs: dict[str, Any]) -> Mapping[str, Any]:
@@ -122,9 +122,9 @@ def take_images(handle: Handle, kwargs: dict[str, Any]) -> Mapping[str, Any]:
     Raises:
         ValueError: they have no plan, or the model cannot read them.
     """
-    known = {**dict.fromkeys((*DEALT, *IMAGE_KEYS))}
-    others = [name for name, value in kwargs.items() if name not in known and _is_of_images(name, value)]
-    if others:
+    known = dict.fromkeys((*DEALT, *IMAGE_KEYS))
+    others = [name for name in kwargs if name not in known and re.search(NOT_TEXT, name)]
+    if others := [name for name in others if any(isinstance(t, Tensor) for t in tree_leaves(kwargs[name]))]:
         raise ValueError(
             f"{type(handle.model).__name__} cannot read {', '.join(others)} when attached: leave them out, and give "
             f"images as {', '.join(DEALT[:4])}, where the model takes them so"
@@ -143,27 +143,12 @@ def take_images(handle: Handle, kwargs: dict[str, Any]) -> Mapping[str, Any]:
     return given
 
 
-def _plan_of(handle: Handle, state: PassState) -> FeaturePlan | None:
-    """Where the features of the call that runs now go; None where its images have no plan."""
-    dealt: DealtImages | None = state.inputs.images.get("image_plan")
-    if dealt is None:
-        return None
+def _plan_of(handle: Handle, state: PassState) -> FeaturePlan:
+    """Where the features of this call go, whose images have a plan."""
+    dealt: DealtImages = state.inputs.images["image_plan"]
     if state.blocks is not None:
         return dealt.plan(state.blocks.block, state.blocks.index)
     return dealt.plan(handle.chunk if state.inputs.striped else None)
-
-
-def images_of_block(handle: Handle, images: Mapping[str, Any], blocks: Blocks) -> dict[str, Any]:
-    """Of the images of a micro-batch, those that this rank's tower runs on in the block that runs now: images with
-    placeholders in it; a blank one where it has none."""
-    assert handle.images is not None
-    dealt: DealtImages = images["image_plan"]
-    plan = dealt.plan(blocks.block, blocks.index)
-    fields = {name: value for name, value in images.items() if name not in ("image_plan", "image_positions")}
-    given: dict[str, Any] = {**handle.images.chosen(fields, dealt.lengths, plan.images), "image_plan": dealt}
-    if "image_positions" in images:
-        given["image_positions"] = images["image_positions"][:, blocks.tokens]
-    return given
 
 
 def no_images(handle: Handle, positions: Tensor) -> dict[str, Any]:
@@ -172,43 +157,39 @@ def no_images(handle: Handle, positions: Tensor) -> dict[str, Any]:
     sp = handle.ctx.sp
     dealt = DealtImages(at=[], owners=[], lengths=[], padded=sp, sp=sp, sp_rank=handle.ctx.sp_rank)
     given: dict[str, Any] = {**handle.images.joined([]), "image_plan": dealt}
-    return (
-        given if handle.images.positions is None else {**given, "image_positions": positions[..., None].repeat(1, 1, 3)}
-    )
+    several = {} if handle.images.positions is None else {"image_positions": positions[..., None].repeat(1, 1, 3)}
+    return {**given, **several}
 
 
-def _is_of_images(name: str, value: Any) -> bool:
-    """Whether an argument of the model has values of images, or of what else is not text."""
-    found = re.search("pixel|image|video|vision|patches|encoder_outputs|audio", name)
-    return found is not None and any(isinstance(t, Tensor) for t in tree_leaves(value))
-
-
-def give_images(handle: Handle, kwargs: dict[str, Any], inputs: StepInputs) -> None:
-    """Give the model's own forward this call's images, on its device."""
-    layout, ids = handle.images, kwargs.get("input_ids")
-    given = {n: t.to(inputs.device, non_blocking=True) for n, t in inputs.images.items() if isinstance(t, Tensor)}
-    several = given.pop("image_positions", None)
+def give_images(handle: Handle, kwargs: dict[str, Any], state: PassState) -> None:
+    """Give the model's own forward the images of this call, on its device: of a block those with placeholders in it, or
+    a blank one where it has none."""
+    images, layout, blocks = dict(state.inputs.images), handle.images, state.blocks
+    if not images:
+        return
+    assert layout is not None
+    dealt, several = images.pop("image_plan", None), images.pop("image_positions", None)
     if several is not None:  # [4, B, L]: those of the text come first
-        counted = kwargs["position_ids"].expand(several.shape[:2])
-        kwargs["position_ids"] = torch.stack([counted, *several.unbind(-1)])
-    if layout is not None and layout.video_token is not None and "image_plan" in inputs.images and ids is not None:
+        several = several if blocks is None else several[:, blocks.tokens]
+        at = kwargs["position_ids"].expand(several.shape[:2])
+        kwargs["position_ids"] = torch.stack([at, *several.to(at.device, non_blocking=True).unbind(-1)])
+    if dealt is not None and blocks is not None:
+        images = layout.chosen(images, dealt.lengths, _plan_of(handle, state).images)
+    ids = kwargs.get("input_ids")
+    if dealt is not None and layout.video_token is not None and ids is not None:
         # frames and images arrive together; embeddings of placeholders are replaced, whichever they are
         kwargs["input_ids"] = ids.masked_fill(ids == layout.video_token, layout.token)
-    kwargs |= given
+    for name, value in images.items():
+        kwargs[name] = value.to(state.inputs.device, non_blocking=True) if isinstance(value, Tensor) else value
 
 
-def _checkpointed(handle: Handle, layer: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
-    """A layer of the tower that keeps only its input, in the store of the text's layers."""
-    first = next(iter(inspect.signature(original).parameters))
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if handle.state is None or not torch.is_grad_enabled():
-            return original(*args, **kwargs)
-        x, args = (args[0], args[1:]) if args else (kwargs.pop(first), ())
-        trains = any(p.requires_grad for p in layer.parameters())
-        return checkpoint(original, x, *args, store=handle.store, trains=trains, module=layer, **kwargs)
-
-    return forward
+def _checkpointed(handle: Handle, layer: nn.Module, original: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a layer of the tower that keeps only its input, in the store of the text's layers."""
+    if handle.state is None:
+        return original(*args, **kwargs)
+    x = args[0] if args else kwargs.pop(next(iter(inspect.signature(original).parameters)))
+    trains = any(p.requires_grad for p in layer.parameters())
+    return checkpoint(original, x, *args[1:], store=handle.store, trains=trains, module=layer, **kwargs)
 
 
 # ----- features
@@ -221,8 +202,10 @@ def _travelled(out: Any, plan: FeaturePlan, exchange: Exchange) -> Any:
         raise ValueError(
             f"the tower made {len(features[0])} features of images that have {len(plan.send)} placeholders"
         )
-    arrived = TravelledFeatures.apply(torch.cat(features, 1), plan, exchange).split([t.shape[1] for t in features], 1)
-    out[name], *deep = map(_like, arrived, made)
+    sent = torch.cat(features, 1)[plan.send.to(features[0].device)]
+    arrived = sent if exchange.ranks == 1 else _Swapped.apply(sent, plan, exchange)
+    arrived = arrived[plan.order.to(arrived.device)]
+    out[name], *deep = map(_like, arrived.split([t.shape[1] for t in features], 1), made)
     if deep:
         out.deepstack_features = deep
     return out
@@ -249,26 +232,21 @@ def _like(features: Tensor, made: Any) -> Any:
     return features.view(-1, *[1] * (made.ndim - 2), features.shape[1]) if isinstance(made, Tensor) else [features]
 
 
-class TravelledFeatures(torch.autograd.Function):
-    """Features [n, E] that this rank has made -> [m, E], those of its slice's placeholders, in order."""
+class _Swapped(torch.autograd.Function):
+    """Features [n, E] in the order of the ranks that they go to -> those that arrive, in the order of theirs."""
 
     @staticmethod
-    def forward(ctx: Any, made: Tensor, plan: FeaturePlan, exchange: Exchange) -> Tensor:
-        send, order = plan.send.to(made.device), plan.order.to(made.device)
-        ctx.plan, ctx.exchange, ctx.features = (send, order, plan.to_ranks, plan.from_ranks), exchange, len(made)
-        return _swap(made[send], plan.to_ranks, plan.from_ranks, exchange)[order]
+    def forward(ctx: Any, features: Tensor, plan: FeaturePlan, exchange: Exchange) -> Tensor:
+        ctx.plan, ctx.exchange = plan, exchange
+        return _swap(features, plan.to_ranks, plan.from_ranks, exchange)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        send, order, to_ranks, from_ranks = ctx.plan
-        back = _swap(torch.empty_like(grad).index_copy_(0, order, grad), from_ranks, to_ranks, ctx.exchange)
-        return grad.new_zeros(ctx.features, grad.shape[1]).index_copy_(0, send, back), None, None
+        return _swap(grad, ctx.plan.from_ranks, ctx.plan.to_ranks, ctx.exchange), None, None
 
 
 def _swap(features: Tensor, to_ranks: list[int], from_ranks: list[int], exchange: Exchange) -> Tensor:
-    if exchange.ranks == 1:
-        return features
     width = features.shape[1]
     counts = [[n * width for n in each] for each in (to_ranks, from_ranks)]
     return exchange.swap_unequal(features.flatten(), *counts).view(-1, width)
@@ -277,20 +255,17 @@ def _swap(features: Tensor, to_ranks: list[int], from_ranks: list[int], exchange
 # ----- how models take images
 
 
-def _pair(size: Any) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else (size[0], size[1])
-
-
-def _same_size(inner: Any, config: Any, vision: Any) -> ImageLayout | None:
+def _same_size(inner: Any, config: Any, vision: Any) -> ImageLayout:
     """Every image, or tile of one, has the same size, and equally many features."""
-    shape = 1, getattr(vision, "num_channels", 3), *_pair(vision.image_size)
-    nested = not hasattr(inner, "multi_modal_projector")  # Idefics 2, 3 and their kin
     if vision.model_type == "pixtral":
         return _by_pixels(inner, config, vision)
+    nested = not hasattr(inner, "multi_modal_projector")  # Idefics 2, 3 and their kin
+    size = vision.image_size
+    height, width = (size, size) if isinstance(size, int) else size
 
     def blank() -> Fields:  # no zeros: images of zeros fill up the samples of a batch
-        made = {"pixel_values": torch.ones(shape)}
-        return {**made, "pixel_attention_mask": torch.ones(1, *shape[2:], dtype=torch.bool)} if nested else made
+        made = {"pixel_values": torch.ones(1, getattr(vision, "num_channels", 3), height, width)}
+        return {**made, "pixel_attention_mask": torch.ones(1, height, width, dtype=torch.bool)} if nested else made
 
     return ImageLayout(token=config.image_token_id, blank=blank, nested=nested)
 
@@ -308,37 +283,32 @@ def _by_pixels(inner: Any, config: Any, vision: Any) -> ImageLayout:
     )  # fmt: skip
 
 
-def _by_patches(videos: bool) -> Callable[[Any, Any, Any], ImageLayout]:
+def _by_patches(inner: Any, config: Any, vision: Any) -> ImageLayout:
     """Images have sizes in patches, in which they come; attention is within an image, or a frame of a video."""
+    merge = inner.visual.spatial_merge_size
+    values = math.prod(inner.visual.patch_embed.proj.weight.shape[1:])
 
-    def layout(inner: Any, config: Any, vision: Any) -> ImageLayout:
-        merge = inner.visual.spatial_merge_size
-        values = math.prod(inner.visual.patch_embed.proj.weight.shape[1:])
+    def blank() -> Fields:
+        grid = torch.tensor([[1, merge, merge]])
+        return {"pixel_values": torch.ones(merge**2, values), "image_grid_thw": grid}
 
-        def blank() -> Fields:
-            grid = torch.tensor([[1, merge, merge]])
-            return {"pixel_values": torch.ones(merge**2, values), "image_grid_thw": grid}
+    def positions(ids: Tensor, types: Tensor, **grids: Tensor) -> Tensor:
+        return inner.get_rope_index(input_ids=ids, mm_token_type_ids=types, **grids)[0]
 
-        def positions(ids: Tensor, types: Tensor, **grids: Tensor) -> Tensor:
-            return inner.get_rope_index(input_ids=ids, mm_token_type_ids=types, **grids)[0]
-
-        return ImageLayout(
-            token=config.image_token_id, video_token=config.video_token_id if videos else None, blank=blank,
-            sizes="image_grid_thw", unit=merge**2, positions=positions if hasattr(inner, "get_rope_index") else None,
-            width=getattr(vision, "embed_dim", None) or vision.hidden_size,
-        )  # fmt: skip
-
-    return layout
+    return ImageLayout(
+        token=config.image_token_id, blank=blank, sizes="image_grid_thw", unit=merge**2,
+        video_token=config.video_token_id if config.model_type.startswith("qwen") else None,
+        positions=positions if hasattr(inner, "get_rope_index") else None,
+        width=getattr(vision, "embed_dim", None) or vision.hidden_size,
+    )  # fmt: skip
 
 
-LAYOUTS: dict[str, Callable[[Any, Any, Any], ImageLayout | None]] = {
-    **dict.fromkeys(("llava", "vipllava", "internvl", "qianfan_ocr", "idefics2", "idefics3", "smolvlm"), _same_size),
-    **dict.fromkeys(("aya_vision", "cohere2_vision", "got_ocr2", "pp_chart2table", "llama4"), _same_size),
-    **dict.fromkeys(("mistral3", "lighton_ocr"), _by_pixels),
-    **dict.fromkeys(
-        ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _by_patches(True)
-    ),
-    **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v", "glmga", "glm_ocr"), _by_patches(False)),
-    "cosmos3_omni": _by_patches(False),
+_TYPES = {
+    _same_size: "llava vipllava internvl qianfan_ocr idefics2 idefics3 smolvlm aya_vision cohere2_vision got_ocr2 "
+    "pp_chart2table llama4",
+    _by_pixels: "mistral3 lighton_ocr",
+    _by_patches: "qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe glm4v glm4v_moe glm46v glmga glm_ocr "
+    "cosmos3_omni",
 }
+LAYOUTS = {kind: layout for layout, kinds in _TYPES.items() for kind in kinds.split()}
 """What makes the layout of a model, by its type: of its base model, its config and that of its tower."""

@@ -35,8 +35,8 @@ def zero_config(model: torch.nn.Module, **fields: Any) -> dict[str, Any]:
         ValueError: another field, a value that is none of the field's, or files that cannot be written (`nvme`: there
             is no such folder, no async_io, or the weights that shall go there are not in bf16).
     """
-    ours = [name for name in FIELDS if name.startswith(("engine.", "optim.", "data.batch_size"))]
-    where = {name.split(".")[1]: name for name in ours}
+    ours = ("engine.", "optim.", "data.batch_size")
+    where = {name.split(".")[1]: name for name in FIELDS if name.startswith(ours)}
     check_names(fields, where, "field of zero_config")
     run = RunConfig.from_dict({where[name]: value for name, value in {"offload_optimizer": False, **fields}.items()})
     bf16 = next(model.parameters()).dtype == torch.bfloat16
@@ -145,41 +145,33 @@ def engine_config(run: RunConfig, sizes: Sequence[int], bf16: bool) -> Json:
     device. All ranks are data parallel to ZeRO; the factor that makes gradients right is in the loss
     (`causal_lm_loss`).
     """
-    bucket = zero_bucket(sum(sizes))
+    engine, optim, bucket = run.engine, run.optim, zero_bucket(sum(sizes))
     zero: Json = {
-        "stage": run.engine.zero_stage,
-        "reduce_bucket_size": bucket,
-        "contiguous_gradients": True,
-        "overlap_comm": False,
-    }
-    pin = accelerator(own_device()) is not None
-    if run.engine.zero_stage == 3:
-        ahead = bucket if run.engine.prefetch else 0
+        "stage": engine.zero_stage, "reduce_bucket_size": bucket, "contiguous_gradients": True, "overlap_comm": False
+    }  # fmt: skip
+    if engine.zero_stage == 3:
+        ahead = bucket if engine.prefetch else 0
         zero |= {"stage3_prefetch_bucket_size": ahead, "stage3_param_persistence_threshold": 10_000}
         zero |= {"stage3_max_live_parameters": 2 * bucket, "stage3_max_reuse_distance": 2 * bucket}
-    if run.engine.offload_optimizer and run.engine.zero_stage > 0:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": pin}
-    if run.engine.offload_params:
-        zero["offload_param"] = {"device": "cpu", "pin_memory": pin}
-    if run.engine.offload_params == "nvme":
+    on_host = {"device": "cpu", "pin_memory": accelerator(own_device()) is not None}
+    on_disk = {**on_host, "device": "nvme", "nvme_path": engine.nvme_path}
+    if engine.offload_optimizer and engine.zero_stage > 0:
+        zero["offload_optimizer"] = dict(on_host)
+    if engine.offload_params:
+        zero["offload_param"] = dict(on_host)
+    if engine.offload_params == "nvme":
         ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
         part = -(-max(sizes) // ranks)  # five buffers of the largest weight's part are pinned on the host
-        zero["offload_param"] |= {"device": "nvme", "nvme_path": run.engine.nvme_path, "buffer_size": part + 1024}
-        zero["offload_param"]["max_in_cpu"] = 0  # DeepSpeed's default keeps 1e9 weights of each rank in memory
-    if run.engine.offload_optimizer == "nvme":
-        zero["offload_optimizer"] |= {"device": "nvme", "nvme_path": run.engine.nvme_path}
-        zero["sub_group_size"] = ON_DISK
-    adam = {
-        "lr": run.optim.learning_rate,
-        "weight_decay": run.optim.weight_decay,
-        "betas": [0.9, 0.95],
-        "torch_adam": True,
-    }
+        # DeepSpeed's default keeps 1e9 weights of each rank in memory
+        zero["offload_param"] = {**on_disk, "buffer_size": part + 1024, "max_in_cpu": 0}
+    if engine.offload_optimizer == "nvme":
+        zero |= {"offload_optimizer": on_disk, "sub_group_size": ON_DISK}
+    adam = {"lr": optim.learning_rate, "weight_decay": optim.weight_decay, "betas": [0.9, 0.95], "torch_adam": True}
     adam["fused"] = True  # one pass over the state: PyTorch's default makes temporaries as large as the weights
     return {
         "train_micro_batch_size_per_gpu": run.data.batch_size,
-        "gradient_accumulation_steps": run.optim.accumulation,
-        "gradient_clipping": run.optim.max_grad_norm,
+        "gradient_accumulation_steps": optim.accumulation,
+        "gradient_clipping": optim.max_grad_norm,
         "zero_optimization": zero,
         "optimizer": {"type": "AdamW", "params": adam},
         "zero_allow_untested_optimizer": True,

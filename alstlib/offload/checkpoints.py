@@ -161,7 +161,7 @@ class _Checkpoint(torch.autograd.Function):
             torch.autograd.backward(roots, grads)
             return (*[None] * 4, *(leaf.grad for leaf in leaves))
         known = [t for t in (*leaves, *those_that_train(ctx.weights, [True] * len(ctx.weights))) if t.requires_grad]
-        strays = _leaves(roots, known) if everywhere else []
+        strays = leaves_of(roots, known) if everywhere else []
         found = torch.autograd.grad(roots, [*known, *strays], grads, allow_unused=True) if known or strays else []
         del roots, grads
         if strays:  # weights that the module uses and does not own
@@ -170,8 +170,8 @@ class _Checkpoint(torch.autograd.Function):
         return (*[None] * 4, *(of.get(id(t)) for t in (*leaves, *ctx.weights)))
 
 
-def _leaves(roots: Sequence[Tensor], known: Sequence[Tensor]) -> list[Tensor]:
-    """The leaves of the graph that need a gradient, without those that are known."""
+def leaves_of(roots: Sequence[Tensor], known: Sequence[Tensor] = ()) -> list[Tensor]:
+    """The leaves of the graph of these tensors that need a gradient, without those that are known."""
     mine, found, stack = {id(t) for t in known}, [], [t.grad_fn for t in roots]
     seen = set(stack)
     while stack:

@@ -148,12 +148,12 @@ class Blocks:
             saved: as `UlyssesAttention` takes it, for a layer that is checkpointed inside its block.
             how: scale, softcap and sinks, as `UlyssesAttention` takes them.
         """
-        graph, kept = torch.is_grad_enabled(), list(saved.take()) if saved is not None and saved.replaying else []
+        saved = saved or Saved(keep=False)
+        graph, kept = torch.is_grad_enabled(), list(saved.take()) if saved.replaying else []
         if kept and not graph:
             return kept[0]
         pages, first, last, length = self.pages[layer], self.first, self.last, self.ranks * self.length
-        keep = saved is not None and saved.active
-        piece = LayerChunk(self.tokens, first, last, graph, pages, keep=keep, kept=kept)
+        piece = LayerChunk(self.tokens, first, last, graph, pages, keep=saved.active, kept=kept)
         pages.begin(first)
         out = piece.attend(op, q, k, v, documents=documents, window=window, **how)
         if graph:
@@ -162,7 +162,7 @@ class Blocks:
             pages.keep(first_seen(documents, q.shape[0], length, last, window) if self.seen else last)
         else:
             pages.leave()
-        if saved is not None and keep:
+        if saved.active:
             saved.tensors.append((piece.kept[0], piece.kept[1]))
         return out
 

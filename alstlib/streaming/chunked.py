@@ -100,25 +100,15 @@ class LayerChunk:
         if self.calls["attention"]:
             raise ValueError("chunk: a layer that calls attention more than once cannot run in chunks; use chunk=None")
         self.calls["attention"] += 1
-        self.op, self.width = op, v.shape[-1]
+        self.op, self.page, self.choice = op, self.pages.find(self.first)[0], None
         self.way = op.way(q, k, v, sinks, documents, (self.first, self.last), self.pages.length, **how)
-        layout = self.way.layout
-        self.page, self.choice = self.pages.find(self.first)[0], None
         if self.choices is not None and self.way.rule.window is None and not self.leaves_at:
             where = (self.first, self.last, self.pages)
             self.choice = self.choices.of(q.detach(), k.detach(), *where, documents, op.exchange)
-        if self.graph:
-            return _ChunkAttention.apply(q, k, v, sinks, self)
         if self.calls.total() == self.leaves_at:
-            self.pages.fill(*layout.swap([], [k, v]))
+            self.pages.fill(*self.way.layout.swap([], [k, v]))
             raise KeysDone
-        q_heads, k, v = layout.swap([q], [k, v])
-        self.pages.fill(k, v)
-        out_heads, lse = self.forward(q_heads, sinks)
-        (out,) = layout.swap_back(out_heads)
-        if self.keep and not self.leaves_at:
-            self.kept = [out, lse]
-        return out
+        return _ChunkAttention.apply(q, k, v, sinks, self)
 
     def carry(self, key: Hashable, step: Step, inputs: Sequence[Tensor]) -> Tensor:
         """The output for this chunk of a call of a part that hands something on; `key` is of the call, and `inputs`
@@ -129,28 +119,33 @@ class LayerChunk:
             raise KeysDone
         return out
 
-    def forward(self, q: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Attention of this chunk's queries, in head layout, over all pages before and in it."""
-        self.op.forward_calls += self.last == self.pages.length  # once a pass over the whole sequence
-        backend, rule, layout = self.way
-        return paged.forward(backend, q, self.width, self.pages, self.page, layout.own, rule, sinks, self.choice)
-
 
 class _ChunkAttention(torch.autograd.Function):
+    """Attention of one chunk's queries over all pages before and in it."""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, piece: LayerChunk) -> Tensor:
-        ctx.piece, layout = piece, piece.way.layout
+        ctx.piece, (backend, rule, layout), width = piece, piece.way, v.shape[-1]
         ctx.sinks = None if sinks is None else sinks.detach().clone()
-        if piece.pages.filled == piece.first:  # the last chunk: no pass before this one has made its keys
+        if piece.graph and piece.pages.filled == piece.first:  # the last chunk: no pass before has made its keys
             piece.pages.fill(*layout.swap([], [k, v]))
         if piece.kept:
             out, lse = piece.kept
             ctx.held = [q.detach(), out, lse]
             return out.view_as(out)
-        (q_heads,) = layout.swap([q])
-        out_heads, lse = piece.forward(q_heads, ctx.sinks)
-        ctx.held = [q_heads.detach(), out_heads, lse]
-        return layout.swap_back(out_heads)[0]
+        q, *new = layout.swap([q], [] if piece.graph else [k, v])
+        if new:
+            piece.pages.fill(*new)
+        piece.op.forward_calls += piece.last == piece.pages.length  # once a pass over the whole sequence
+        made = paged.forward(
+            backend, q, width, piece.pages, piece.page, layout.own, rule, ctx.sinks, piece.choice
+        )  # fmt: skip
+        (out,) = layout.swap_back(made[0])
+        if piece.graph:
+            ctx.held = [q.detach(), *made]
+        elif piece.keep and not piece.leaves_at:
+            piece.kept = [out, made[1]]
+        return out
 
     @staticmethod
     @first_order
@@ -188,7 +183,8 @@ class Stream:
         kv_on_host: keys, values and the sums of their gradients lie there too.
         choices: which pages of keys this call's chunks see, where attention is sparse; None: all.
         tokenwise: the layer mixes no tokens.
-        whole: calls a function of the layer's input in another layer's backward, with weights that an engine put away.
+        whole: calls a function of the module and its input in another layer's backward, with weights that an engine has
+            put away.
     """
 
     run: Callable[..., Tensor]
@@ -204,7 +200,7 @@ class Stream:
     kv_on_host: bool = False
     choices: PageChooser | None = None
     tokenwise: bool = False
-    whole: Callable[[Tensor, Callable[[], Tensor]], Tensor] = lambda x, run: run()
+    whole: Callable[[Any, Tensor, Callable[[], Tensor]], Tensor] = lambda module, x, run: run()
     replays: list[Replay] = field(default_factory=list)
     """What the recompute of each chunk takes over from its first pass."""
     tickets: list[Any] = field(default_factory=list)
@@ -252,7 +248,9 @@ class Stream:
                 put_part(way, out, piece.tokens, self.run(part, piece, *self.beside_of(piece)))
             made, piece.left = piece.left, []
             if first:
-                self._leave(piece, made, x.shape[1])
+                self.left = self.left or [t.new_empty(t.shape[0], x.shape[1], *t.shape[2:]) for t in made]
+                for whole, t in zip(self.left, made):
+                    whole[:, piece.tokens] = t
             self.calls = piece.calls.total()
             if first and piece.kept:
                 self.tickets.append(self.store.ticket(part=True))
@@ -265,11 +263,6 @@ class Stream:
         """The chunk's part of the further inputs, on the device."""
         return [t[:, piece.tokens].to(self.device, non_blocking=True) for t in self.beside]
 
-    def _leave(self, piece: LayerChunk, made: list[Tensor], tokens: int) -> None:
-        self.left = self.left or [t.new_empty(t.shape[0], tokens, *t.shape[2:]) for t in made]
-        for whole, t in zip(self.left, made):
-            whole[:, piece.tokens] = t
-
     # ----- as a member of its segment
 
     def input(self, device: torch.device) -> Tensor:
@@ -277,7 +270,7 @@ class Stream:
         return self.store.unpark(held, device) if self.travels else self.store.get(held, device)[0]
 
     def again(self, x: Tensor, device: torch.device) -> Tensor:
-        return self.whole(x, functools.partial(self.without_graph, x))
+        return self.whole(self.module, x, functools.partial(self.without_graph, x))
 
 
 class _Streamed(torch.autograd.Function):

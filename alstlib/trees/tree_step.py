@@ -350,7 +350,7 @@ class _Walk:
 
     def close(self) -> None:
         self.path.close()
-        self.idle.close()
+        self.idle.blocks.close()
 
 
 def _merged(handle: Handle, own: Sequence[int]) -> list[tuple[int, bool]]:

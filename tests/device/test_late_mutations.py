@@ -177,7 +177,8 @@ MUTATIONS = {
         block_step.block_step, "last=(part, i) == order[0]", "last=True", ZERO1
     ),
     "blocks: the next micro-batch ends too": Mutation(
-        block_step.MicroSteps.micro_step, "engine.set_gradient_accumulation_boundary(before)", "pass", ZERO1
+        block_step.MicroSteps.micro_step, "after.callback(told, engine._is_gradient_accumulation_boundary)", "pass",
+        ZERO1,
     ),
     "blocks: backward from the first on": Mutation(
         block_step.block_step, "in reversed(order) if train", "in order if train", DDP

@@ -112,4 +112,4 @@ def test_facts_of_a_layer_are_those_of_the_layer():
         hidden_size_per_layer_input=8, layer_types=zoo.LAYER_TYPES, sliding_window=7,
     )  # fmt: skip
     with attach(model) as handle:
-        assert (handle.facts.heads, handle.facts.value_width) == (4, 16)
+        assert (handle.facts.output.heads, handle.facts.output.value_width) == (4, 16)

@@ -44,7 +44,7 @@ REFUSED = [
         {"past_key_values": object()},
         r"past_key_values is not supported: call generate\(\) with sp=1",
     ),
-    ({"pixel_values": torch.ones(1)}, "pixel_values is not supported: tokens attend"),
+    ({"input_features": torch.ones(1)}, "input_features is not supported: tokens attend"),
     ({"shift_labels": ids(), "return_dict": False}, "return_dict=False .*out.loss"),
     ({"shift_labels": ids(2)}, r"shift_labels \[2, 12\] must have the shape of input_ids \[1, 12\]"),
     ({"position_ids": ARANGE[:, 1:]}, r"position_ids \[1, 11\] do not belong to inputs of 1 x 12 tokens"),

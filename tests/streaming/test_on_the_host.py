@@ -175,7 +175,5 @@ def test_keys_leave_a_device_that_is_short_for_a_host_that_has_room(monkeypatch,
     model = make_model(layers=LAYERS)
     with streamed(model, host_memory=int(host * ROW), on_host="auto") as handle:
         step(model, batch(LENGTH))
-        keys = handle.facts.keys[0]
-        shape = keys.heads, keys.kv_heads, keys.widths
-        assert handle.plan._pages(torch.empty(1, LENGTH, WIDTH), LENGTH, *shape) == 2 * ROW
+        assert handle.plan._pages(torch.empty(1, LENGTH, WIDTH), LENGTH, handle.facts.keys[0]) == 2 * ROW
         assert handle.plan.kv_on_host == leaves

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -41,14 +42,8 @@ def attach_states(handle: Any) -> None:
     for layer in handle.facts.layers:
         for mixer in layer.modules():
             if adapter := adapter_of(mixer):
-                _attach(handle, mixer, adapter)
+                handle.set_forward(mixer, adapter.forward(mixer, _parts(handle, mixer, adapter.family)))
 
 
-def _attach(handle: Any, mixer: nn.Module, adapter: type[Adapter]) -> None:
-    original = mixer.forward
-    over = adapter.forward(mixer, lambda name: LayerPart(handle, (mixer, name), adapter.family))
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return (original if handle.plain else over)(*args, **kwargs)
-
-    handle.set_forward(mixer, forward)
+def _parts(handle: Any, mixer: nn.Module, family: str) -> Callable[[str], LayerPart]:
+    return lambda name: LayerPart(handle, (mixer, name), family)

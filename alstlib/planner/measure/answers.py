@@ -145,8 +145,8 @@ def count(name: str, overrides: Mapping[str, Any], trust: bool, images: bool) ->
     return {
         "family": config.model_type, "vocab": head.shape[0], "width": head.shape[1],
         "mlp": mlp if isinstance(mlp, int) else 0,
-        "layers": len(facts.layers), "heads": facts.heads, "kv_heads": facts.kv_heads or facts.heads,
-        "head_dim": facts.kv_widths - facts.value_width, "value_dim": facts.value_width,
+        "layers": len(facts.layers), "heads": facts.output.heads, "kv_heads": facts.most.kv_heads,
+        "head_dim": facts.most.widths - facts.output.value_width, "value_dim": facts.output.value_width,
         "window": window, "windowed": windowed,
         "softcap": getattr(config, "attn_logit_softcapping", None) is not None, "attending": len(facts.attending),
         "parameters": sum(sizes), "largest_tensor": max(sizes),
