@@ -153,7 +153,7 @@ class MemoryPlan:
 
     def _pages(self, x: Tensor, tokens: int, heads: int, kv_heads: int, widths: int) -> int:
         """Bytes of one layer's keys and values of so many tokens on this rank, with the sums of their gradients."""
-        needed = max(kv_needed(heads, kv_heads, self.ctx.sp))
+        needed = kv_needed(heads, kv_heads, self.ctx.sp)
         return keys_and_values(x.shape[0] * tokens, needed, widths, x.element_size())
 
     def _place_keys(

@@ -36,6 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from alstlib.base.recompute import GradientSums, Replay, check_thread, first_order, those_that_train, unchanged
+from alstlib.base.reference import OutputAndLse
 from alstlib.base.sizing import page_keys
 from alstlib.kernels import paged
 from alstlib.kernels.spans import Documents
@@ -103,10 +104,10 @@ class LayerChunk:
         self.op, self.width = op, v.shape[-1]
         self.way = op.way(q, k, v, sinks, documents, (self.first, self.last), self.pages.length, **how)
         layout = self.way.layout
-        self.page, self.choice = self.pages.find(self.first)[0], None
+        self.page, self.parts = self.pages.find(self.first)[0], layout.own
         if self.choices is not None and self.way.rule.window is None and not self.leaves_at:
             where = (self.first, self.last, self.pages)
-            self.choice = self.choices.of(q.detach(), k.detach(), *where, documents, op.exchange)
+            self.parts = self.choices.of(self.parts, q.detach(), k.detach(), *where, documents, op.exchange)
         if self.graph:
             return _ChunkAttention.apply(q, k, v, sinks, self)
         if self.calls.total() == self.leaves_at:
@@ -129,11 +130,11 @@ class LayerChunk:
             raise KeysDone
         return out
 
-    def forward(self, q: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, sinks: Tensor | None) -> OutputAndLse:
         """Attention of this chunk's queries, in head layout, over all pages before and in it."""
         self.op.forward_calls += self.last == self.pages.length  # once a pass over the whole sequence
-        backend, rule, layout = self.way
-        return paged.forward(backend, q, self.width, self.pages, self.page, layout.own, rule, sinks, self.choice)
+        backend, rule, _ = self.way
+        return paged.forward(backend, q, self.width, self.pages, self.page, self.parts, rule, sinks)
 
 
 class _ChunkAttention(torch.autograd.Function):
@@ -163,8 +164,8 @@ class _ChunkAttention(torch.autograd.Function):
             out = output_with(delta, dout)
         elif not piece.kept:
             (dout,) = layout.swap([dout])
-        dsinks = gradient_of_sinks(ctx, layout, dout, out, lse, delta)
-        dq, page = paged.backward(backend, dout, q, out, lse, piece.pages, piece.page, layout.own, rule, piece.choice)
+        dsinks = gradient_of_sinks(ctx, layout.own, dout, out, lse, delta)
+        dq, page = paged.backward(backend, dout, q, out, lse, piece.pages, piece.page, piece.parts, rule)
         dk, dv = piece.pages.own(page, piece.first, piece.last, dq.dtype)
         return (*layout.swap_back(dq, dk, dv), dsinks, None)
 
