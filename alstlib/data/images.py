@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from alstlib.base.mesh import striped
 from alstlib.base.options import Record
-from alstlib.ulysses.alltoall import striped
 
 Fields = dict[str, Tensor]
 PIXELS = ("pixel_values", "pixel_values_videos")

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from alstlib.base.mesh import SPContext
+from alstlib.base.mesh import SPContext, striped
 from alstlib.base.recompute import first_order, sum_dtype
 
 GLOO_TAKES_LISTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
@@ -192,16 +192,6 @@ def _deal(x: Tensor, chunk: int, ctx: SPContext, back: bool = False) -> Tensor:
         return _all_to_all(torch.empty_like(send), send, ctx.sp_group, to_ranks, from_ranks)[order]
     send = x[order].contiguous()
     return _all_to_all(torch.empty_like(send), send, ctx.sp_group, from_ranks, to_ranks)
-
-
-def striped(places: Tensor, each: int, chunk: int, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of tokens at these places of a sequence of which each rank has so many: the rank that has each in stripes, its
-    place there, and its stripe."""
-    index = places // (chunk * ranks)
-    first = index * chunk
-    size = (each - first).clamp(max=chunk)  # the last stripe has the remaining tokens
-    inside = places - first * ranks
-    return inside // size, first + inside % size, index
 
 
 class Swap(torch.autograd.Function):
