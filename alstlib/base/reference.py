@@ -112,7 +112,7 @@ def _recurrence(
     [B, S, H, V] and the last state. It begins with zeros in each document. With beta [B, S, H], what the decayed state
     holds for the key is taken from v first, and the rest counts in this share.
     """
-    first = first_tokens(*v.shape[:2], documents, state)[..., None, None, None]
+    first = first_tokens(v.shape[0], v.shape[1], documents, state)[..., None, None, None]
     h = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3]) if state is None else state
     outputs = []
     for t in range(v.shape[1]):

@@ -151,6 +151,6 @@ class PageChooser(Protocol):
     def of(
         self, parts: Sequence[HeadPart], q: Tensor, k: Tensor, first: int, last: int, pages: LayerPages,
         documents: Documents, exchange: Exchange,
-    ) -> Sequence[HeadPart]:  # fmt: skip
+    ) -> list[HeadPart]:  # fmt: skip
         """The parts of a rank's heads, cut where they see different pages, and what tokens [first, last) of the
         sequence see: q [B, H, C, D] and k [B, K, C, D] are this rank's of them. Collective over the SP group."""
