@@ -66,14 +66,15 @@ def _columns(
     document; and the places in it of this rank's tokens, which begin with the token `first` of the sequence."""
 
     def make() -> tuple[Tensor, Tensor]:
-        columns, places = [], []
+        columns, places, at = [], [], 0
         for span in document_spans(documents, batch, length, first, first + local):
             begin = span.at - (span.end - span.queries - span.begin)
             tokens = torch.arange(span.at - around, span.at + span.queries)
-            places.append(tokens >= span.at)
+            places.append(torch.arange(at + around, at + len(tokens)))
+            at += len(tokens)
             tokens = tokens.where(tokens >= begin, local)  # earlier ones are of another document: a zero
             columns.append(tokens + span.batch * (around + local + 1) + around)
-        return torch.cat(columns).to(device), torch.cat(places).nonzero().flatten().to(device)
+        return torch.cat(columns).to(device), torch.cat(places).to(device)
 
     return once(documents, ("columns", batch, local, around, first, length, device), make)
 
