@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from alstlib.base.reference import relative_error
-from alstlib.kernels.attention import attention_backward, attention_forward, with_sinks
+from alstlib.kernels.attention import attention_backward, attention_forward
+from alstlib.kernels.paged import HeadPart, add_sinks
 from alstlib.kernels.rule import Attended
 from alstlib.kernels.spans import document_spans
 from alstlib.planner.measure.ledger import Ledger
@@ -170,7 +171,8 @@ def attend(
 
     def forward(*qkv, **how):
         made = attention_forward(backend, *qkv, rule=rule, **how)
-        return Attended(*qkv, *(made if sinks is None else with_sinks(*made, sinks)))
+        add_sinks([HeadPart(slice(None), slice(None), slice(None))], *made, sinks)
+        return Attended(*qkv, *made)
 
     if chunk is None:
         kept = forward(q, k, v, cu_seqlens=documents)

@@ -32,7 +32,7 @@ def step(question, rows):
     chunk = run.chunk if run.chunk is not None and rows > run.chunk else None
     hidden, inside = 2.0 * shape.width, 2.0 * max(shape.mlp, shape.width)
     heads = 2.0 * shape.heads * shape.head_dim
-    keys = 2.0 * max(kv_needed(shape.heads, shape.kv_heads, ranks)) * 2 * shape.head_dim * ranks
+    keys = 2.0 * kv_needed(shape.heads, shape.kv_heads, ranks) * 2 * shape.head_dim * ranks
 
     def part(each, of=chunk):
         """Bytes without any rows and for each row: of a chunk's rows, or of all."""

@@ -102,7 +102,8 @@ def test_seven_rooms_stand_on_one_another():
     """The programs' is the seventh, so that the notebooks are on the eighth floor."""
     known, below = modules(), {}
     for name, path in known.items():
-        below.setdefault(room(name), set()).update({room(one) for one in imports(path, known)} - {room(name), "alstlib"})
+        taken = {room(one) for one in imports(path, known)} - {room(name), "alstlib"}
+        below.setdefault(room(name), set()).update(taken)
     del below["alstlib"]  # the face of the package
     floor = {}
     for one in graphlib.TopologicalSorter(below).static_order():

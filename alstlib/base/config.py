@@ -30,6 +30,7 @@ from alstlib.base.options import (
     Natural,
     Options,
     Rate,
+    Record,
     Seconds,
     Settings,
     Share,
@@ -339,7 +340,7 @@ class RunConfig(Settings):
         return self.model.dtype == "bf16" or (self.model.dtype == "auto" and on_gpu)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
+    def from_dict(cls, values: Record) -> RunConfig:
         """The config with these fields. ValueError names an unknown field and the nearest known one."""
         return cls(**merged({}, values))
 
@@ -367,7 +368,7 @@ FIELDS = tuple(
 """Names of all fields of a run, with their group: `data.seq_len`."""
 
 
-def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> Json:
+def merged(base: Record, changes: Record) -> Json:
     """Fields of a run with changes in them, as `RunConfig.replace` describes; nothing is checked."""
     made = dict(base)
     for name, value in changes.items():
@@ -396,7 +397,7 @@ def value_of(run: RunConfig, name: str) -> Any:
     return getattr(getattr(run, group), inside, None) if inside else getattr(run, group)
 
 
-def flat(fields: Mapping[str, Any]) -> Json:
+def flat(fields: Record) -> Json:
     """Fields in groups, as `RunConfig.to_dict` has them, by their names with the group: `data.seq_len`."""
     made: Json = {}
     for name, value in fields.items():

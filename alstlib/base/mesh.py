@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
@@ -173,6 +174,16 @@ def from_all(value: Any, group: Any = None) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, value, group=group)
     return found
+
+
+def striped(places: Tensor, each: int, chunk: int, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of tokens at these places of a sequence of which each rank has so many: the rank that has each in stripes, its
+    place there, and its stripe."""
+    index = places // (chunk * ranks)
+    first = index * chunk
+    size = (each - first).clamp(max=chunk)  # the last stripe has the remaining tokens
+    inside = places - first * ranks
+    return inside // size, first + inside % size, index
 
 
 def join_fake(ranks: int) -> None:

@@ -31,6 +31,8 @@ from alstlib.base.units import parse_quantity
 
 Json = dict[str, Any]
 """A JSON object: settings, a model's config, a result, or a row of a table."""
+Record = Mapping[str, Any]
+"""Values by name, to be read: a row of a data set, a message of a chat, a batch of a loader, changes of settings."""
 
 
 def check_names(

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -20,12 +20,19 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from alstlib.base.mesh import accelerator
+from alstlib.base.reference import OutputAndLse
 
 
 def own_random(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """What is drawn inside, on the CPU and on `device`, changes no random numbers outside."""
-    devices, kind = ([], "cpu") if device.type == "cpu" else ([device], device.type)
-    return torch.random.fork_rng(devices=devices, device_type=kind)
+    devices = [] if accelerator(device) is None else [device]
+    return torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cpu")
+
+
+def random_states(device: torch.device) -> list[Tensor]:
+    """What random numbers are drawn from next, on the CPU and on `device`."""
+    here = accelerator(device)
+    return [torch.get_rng_state(), *([] if here is None else [here.get_rng_state(device)])]
 
 
 class Replay:
@@ -39,9 +46,7 @@ class Replay:
     def __init__(self, device: torch.device, module: nn.Module | None = None) -> None:
         self.device = device
         self.modes = [] if module is None else [(m, m.training) for m in module.modules()]
-        self.cpu_state = torch.get_rng_state()
-        self.here = accelerator(device)
-        self.device_state = None if self.here is None else self.here.get_rng_state(device)
+        self.random = random_states(device)
         kind = device.type
         self.autocast = (
             kind,
@@ -52,22 +57,18 @@ class Replay:
 
     def has_moved(self) -> bool:
         """Whether random numbers have been drawn since."""
-        now = Replay(self.device)
+        now = random_states(self.device)
         with unset_fake_temporarily():  # the states are real in a simulation too
-            if not torch.equal(self.cpu_state, now.cpu_state):
-                return True
-            if self.device_state is None or now.device_state is None:
-                return False
-            return not torch.equal(self.device_state, now.device_state)
+            return not all(torch.equal(before, state) for before, state in zip(self.random, now))
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        device = torch.device("cpu") if self.device_state is None else self.device
         switched = [(m, mode) for m, mode in self.modes if m.training != mode]
-        with own_random(device), torch.autocast(*self.autocast):
-            torch.set_rng_state(self.cpu_state)
-            if self.device_state is not None:
-                self.here.set_rng_state(self.device_state, self.device)
+        with own_random(self.device), torch.autocast(*self.autocast):
+            cpu, *own = self.random
+            torch.set_rng_state(cpu)
+            for state in own:
+                torch.get_device_module(self.device).set_rng_state(state, self.device)
             for module, mode in switched:
                 module.training = mode
             try:
@@ -127,6 +128,21 @@ class Values:
             return False
         here = [(t.dtype, t.untyped_storage()._cdata, t.storage_offset()) for t in (x, self.tensor)]
         return here[0] == here[1] and x._version == self.version
+
+
+def parents_of(roots: Iterable[Tensor]) -> dict[Any, list[Any]]:
+    """The nodes of the graph that made these tensors, each with the nodes that got something of it. Found without
+    recursion: a closure that calls itself would keep the graph alive."""
+    parents: dict[Any, list[Any]] = {t.grad_fn: [] for t in roots if t.grad_fn is not None}
+    stack = [*parents]
+    while stack:
+        node = stack.pop()
+        for child in (child for child, _ in node.next_functions if child is not None):
+            if child not in parents:
+                parents[child] = []
+                stack.append(child)
+            parents[child].append(node)
+    return parents
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -221,6 +237,16 @@ def with_gradient(x: Tensor, module: nn.Module) -> Tensor:
     return x.detach().requires_grad_()
 
 
+def tensors_of(made: Any) -> tuple[Any, ...]:
+    """What a module or a function returned, as a tuple: a single tensor as one of one."""
+    return (made,) if isinstance(made, Tensor) else tuple(made)
+
+
+def sum_dtype(x: Tensor) -> torch.dtype:
+    """The precision in which numbers like x are summed: fp32, or their own where that is wider."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 class GradientSums:
     """Sums of gradients of `params` over tiles or chunks, in fp32.
 
@@ -241,7 +267,7 @@ class GradientSums:
             if total is None and last and self.narrow:
                 self.sums[i] = g
                 continue
-            wide = torch.promote_types(g.dtype, torch.float32)
+            wide = sum_dtype(g)
             # copied before anything is added to it: a gradient may be a view of the caller's or of another
             self.sums[i] = g.to(wide, copy=not last) if total is None else total.add_(g)
 
@@ -266,7 +292,7 @@ class Saved:
         self.stage: Literal["first", "again", "graph"] = "first"
         """Name of the pass that runs: the first, the one that makes a segment's inputs again, or the one that makes the
         graph."""
-        self.tensors: list[tuple[Tensor, Tensor]] = []
+        self.tensors: list[OutputAndLse] = []
         self.replaying = False
         self._left: dict[tuple[Hashable, int], dict[str, Any]] = {}
         self._calls = Counter[Hashable]()
@@ -282,7 +308,7 @@ class Saved:
         self._calls[part] += 1
         return self._left.setdefault((part, self._calls[part]), {})
 
-    def take(self) -> tuple[Tensor, Tensor]:
+    def take(self) -> OutputAndLse:
         """The next call's output and logsumexp, which then are the last ones."""
         self.tensors.append(self.tensors.pop(0))
         return self.tensors[-1]

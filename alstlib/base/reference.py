@@ -7,17 +7,22 @@ channels and W the width of a convolution. Everything here materialises whatever
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+Documents = Sequence[int] | None
+"""Offsets of the documents into the flattened [B * S] batch; None makes every sample one document."""
+OutputAndLse = tuple[Tensor, Tensor]
+"""What attention gives: its output, and the logsumexp of the scores [B, H, S] in fp32 or wider."""
+OutputAndState = tuple[Tensor, Tensor]
+"""What a layer with a state gives: its output, and the state after the last token."""
 
-def causal_mask(batch: int, length: int, documents: Sequence[int] | None = None, window: int | None = None) -> Tensor:
-    """Boolean [B, S, S]: may query i attend to key j? Causal, inside one document, and among its last `window` keys.
 
-    `documents` are offsets into the flattened [B * S] batch; None makes every sample one document.
-    """
+def causal_mask(batch: int, length: int, documents: Documents = None, window: int | None = None) -> Tensor:
+    """Boolean [B, S, S]: may query i attend to key j? Causal, inside one document, and among its last `window` keys."""
     at = torch.arange(length)
     allowed = (at[:, None] >= at[None, :]).expand(batch, length, length)
     if window is not None:
@@ -27,9 +32,9 @@ def causal_mask(batch: int, length: int, documents: Sequence[int] | None = None,
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, documents: Sequence[int] | None = None, causal: bool = True,
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, documents: Documents = None, causal: bool = True,
     window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None, seen: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> OutputAndLse:  # fmt: skip
     """Attention. q [B, H, S, D], k [B, K, N, D], v [B, K, N, V] -> output [B, H, S, V] and logsumexp [B, H, S].
 
     Causal (with N = S), inside documents and a sliding window, or else over all keys. Scores may be capped to
@@ -37,7 +42,8 @@ def attention(
     to keys where `seen` [B, K, S, N] is False.
     """
     groups = q.shape[1] // k.shape[1]
-    scores = _scores(q, k, scale, documents, causal, window, softcap)
+    mask = causal_mask(q.shape[0], q.shape[2], documents, window) if causal else None
+    scores = _scores(q, k, scale, softcap, mask)
     if seen is not None:
         scores = scores.masked_fill(~seen.repeat_interleave(groups, 1), float("-inf"))
     if sinks is not None:
@@ -47,17 +53,11 @@ def attention(
     return shares.to(v.dtype) @ v.repeat_interleave(groups, 1), scores.logsumexp(-1)
 
 
-def _scores(
-    q: Tensor, k: Tensor, scale: float, documents: Sequence[int] | None, causal: bool, window: int | None = None,
-    softcap: float | None = None,
-) -> Tensor:  # fmt: skip
+def _scores(q: Tensor, k: Tensor, scale: float, softcap: float | None, mask: Tensor | None) -> Tensor:
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = _capped((q @ k.transpose(-1, -2)).to(wide) * scale, softcap)
-    if not causal:
-        return scores
-    mask = causal_mask(q.shape[0], q.shape[2], documents, window).to(q.device)
-    return scores.masked_fill(~mask[:, None], float("-inf"))
+    return scores if mask is None else scores.masked_fill(~mask[:, None].to(q.device), float("-inf"))
 
 
 def attention_backward(
@@ -69,7 +69,8 @@ def attention_backward(
     groups = q.shape[1] // k.shape[1]
     with torch.enable_grad():
         q, k, v = leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-        p = (_scores(q, k, scale, None, causal, softcap=softcap) - lse[..., None]).exp()
+        mask = causal_mask(q.shape[0], q.shape[2]) if causal else None
+        p = (_scores(q, k, scale, softcap, mask) - lse[..., None]).exp()
         dp = dout.to(p.dtype) @ v.repeat_interleave(groups, 1).to(p.dtype).mT
         delta = (dout.to(p.dtype) * out.to(p.dtype)).sum(-1, keepdim=True)
         # with lse and delta as constants, this sum has attention's gradients: ds = p (dp - delta), dv = p^T dout
@@ -78,9 +79,7 @@ def attention_backward(
     return dq, dk, dv
 
 
-def first_tokens(
-    batch: int, length: int, documents: Sequence[int] | None = None, state: Tensor | None = None
-) -> Tensor:
+def first_tokens(batch: int, length: int, documents: Documents = None, state: Tensor | None = None) -> Tensor:
     """Boolean [B, S]: does a document begin with this token? Every sample begins one, unless there is a state
     from the tokens before it."""
     starts = {*range(0, batch * length, length), *(documents or ())} - {batch * length}
@@ -92,9 +91,7 @@ def first_tokens(
     return first
 
 
-def causal_convolution(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, documents: Sequence[int] | None = None
-) -> Tensor:
+def causal_convolution(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, documents: Documents = None) -> Tensor:
     """Each channel's own weighted sum of the last W tokens of a document. x [B, C, S], weight [C, W] -> [B, C, S]."""
     (batch, _, length), width, at = x.shape, weight.shape[1], torch.arange(x.shape[2])
     begin = torch.where(first_tokens(batch, length, documents), at, 0).cummax(1).values
@@ -105,27 +102,32 @@ def causal_convolution(
     return out
 
 
-def _token_by_token(
-    step: Callable[[int, Tensor], tuple[Tensor, Tensor]], like: Tensor, shape: Sequence[int],
-    documents: Sequence[int] | None, initial_state: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The outputs [B, S, ..] and the last state [B, *shape] of a recurrence over the tokens of `like` [B, S, ..].
-    `step` maps a token's place and the state before it, zeros where a document begins, to its output and the state
-    after it."""
-    first = first_tokens(like.shape[0], like.shape[1], documents, initial_state)
-    state = like.new_zeros(like.shape[0], *shape) if initial_state is None else initial_state
+def _recurrence(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, state: Tensor | None, documents: Documents,
+    beta: Tensor | None = None,
+) -> OutputAndState:  # fmt: skip
+    """The state h = decay h + k v^T of each head, token by token, and its output q h: all that follow are of this form.
+
+    q, k [B, S, H, K], v [B, S, H, V], decay [B, S, H, K or 1], state [B, H, K, V] or none, for zeros -> output
+    [B, S, H, V] and the last state. It begins with zeros in each document. With beta [B, S, H], what the decayed state
+    holds for the key is taken from v first, and the rest counts in this share.
+    """
+    first = first_tokens(v.shape[0], v.shape[1], documents, state)[..., None, None, None]
+    h = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3]) if state is None else state
     outputs = []
-    for t in range(like.shape[1]):
-        begins = first[:, t].view(-1, *[1] * len(shape))
-        output, state = step(t, state.masked_fill(begins, 0.0))
-        outputs.append(output)
-    return torch.stack(outputs, 1), state
+    for t in range(v.shape[1]):
+        h, new = h.masked_fill(first[:, t], 0.0) * decay[:, t, ..., None], v[:, t]
+        if beta is not None:
+            new = beta[:, t, :, None] * (new - torch.einsum("bhk,bhkv->bhv", k[:, t], h))
+        h = h + torch.einsum("bhk,bhv->bhkv", k[:, t], new)
+        outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], h))
+    return torch.stack(outputs, 1), h
 
 
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None = None, *,
-    documents: Sequence[int] | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    documents: Documents = None,
+) -> OutputAndState:  # fmt: skip
     """The gated delta rule, token by token (Gated Delta Networks, arXiv 2412.06464).
 
     q, k [B, S, H, K], v [B, S, H, V], g (log of the decay) and beta [B, S, H] -> output [B, S, H, V] and the last state
@@ -134,67 +136,52 @@ def gated_delta_rule(
     h = exp(g) h;  h = h + beta k (v - k h)^T;  output q h / sqrt(K). It begins with zeros in each document.
     """
     decay = (g if g.ndim == 4 else g[..., None]).exp()
-
-    def step(t: int, state: Tensor) -> tuple[Tensor, Tensor]:
-        state = state * decay[:, t, ..., None]
-        known = torch.einsum("bhk,bhkv->bhv", k[:, t], state)
-        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], beta[:, t, :, None] * (v[:, t] - known))
-        return torch.einsum("bhk,bhkv->bhv", q[:, t], state) * k.shape[3] ** -0.5, state
-
-    return _token_by_token(step, v, (v.shape[2], k.shape[3], v.shape[3]), documents, initial_state)
+    output, state = _recurrence(q, k, v, decay, initial_state, documents, beta)
+    return output * k.shape[3] ** -0.5, state
 
 
 def lightning(
     q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, initial_state: Tensor | None = None, *,
-    documents: Sequence[int] | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    documents: Documents = None,
+) -> OutputAndState:  # fmt: skip
     """Lightning attention, token by token (MiniMax-01, arXiv 2501.08313).
 
     q, k [B, S, H, K], v [B, S, H, V], slopes [H] -> output [B, S, H, V] and the last state [B, H, K, V].
-    h = exp(-slope) h + k v^T; output q h. It begins with zeros in each document. This is Mamba-2 with steps of one.
+    h = exp(-slope) h + k v^T; output q h. It begins with zeros in each document.
     """
-    state = None if initial_state is None else initial_state.mT
-    steps, nothing = v.new_ones(v.shape[:3]), torch.zeros_like(slopes)
-    output, state = mamba2(v, steps, -slopes, k, q, nothing, state, documents=documents)
-    return output, state.mT
+    decay = (-slopes).exp()[:, None].expand(*v.shape[:3], 1)
+    return _recurrence(q, k, v, decay, initial_state, documents)
 
 
 def mamba1(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, initial_state: Tensor | None = None, *,
-    documents: Sequence[int] | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    documents: Documents = None,
+) -> OutputAndState:  # fmt: skip
     """The selective state space of Mamba, token by token (arXiv 2312.00752).
 
     x and dt (step widths) [B, S, E], A (negative) [E, N], B and C [B, S, N], D [E] -> output [B, S, E] and the last
     state [B, E, N]. h = exp(dt A) h + dt x B^T; output h C + D x. The state begins with zeros in each document.
     """
-
-    def step(t: int, state: Tensor) -> tuple[Tensor, Tensor]:
-        state = state * (dt[:, t, :, None] * A).exp() + (dt[:, t] * x[:, t])[..., None] * B[:, t, None]
-        return (state * C[:, t, None]).sum(-1) + D * x[:, t], state
-
-    return _token_by_token(step, x, A.shape, documents, initial_state)
+    state = None if initial_state is None else initial_state[..., None]
+    q, k = (t[:, :, None].expand(*x.shape, -1) for t in (C, B))  # each channel is a head with a single value
+    output, state = _recurrence(q, k, (dt * x)[..., None], (dt[..., None] * A).exp(), state, documents)
+    return output[..., 0] + D * x, state[..., 0]
 
 
 def mamba2(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, initial_state: Tensor | None = None, *,
-    documents: Sequence[int] | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    documents: Documents = None,
+) -> OutputAndState:  # fmt: skip
     """The state space of Mamba-2, token by token (arXiv 2405.21060).
 
     x [B, S, H, P], dt (step widths) [B, S, H], A (negative) and D [H], B and C [B, S, G, N], each of the G groups for
     H / G heads -> output [B, S, H, P] and the last state [B, H, P, N]. h = exp(dt A) h + dt x B^T; output h C + D x.
     The state begins with zeros in each document.
     """
-    groups = x.shape[2] // B.shape[2]
-    B, C = B.repeat_interleave(groups, 2), C.repeat_interleave(groups, 2)
-
-    def step(t: int, state: Tensor) -> tuple[Tensor, Tensor]:
-        state = state * (dt[:, t] * A).exp()[..., None, None]
-        state = state + torch.einsum("bhp,bhn->bhpn", dt[:, t, :, None] * x[:, t], B[:, t])
-        return torch.einsum("bhpn,bhn->bhp", state, C[:, t]) + D[:, None] * x[:, t], state
-
-    return _token_by_token(step, x, (*x.shape[2:], B.shape[3]), documents, initial_state)
+    state = None if initial_state is None else initial_state.mT
+    q, k = (t.repeat_interleave(x.shape[2] // t.shape[2], 2) for t in (C, B))
+    output, state = _recurrence(q, k, dt[..., None] * x, (dt * A).exp()[..., None], state, documents)
+    return output + D[:, None] * x, state.mT
 
 
 def seq_to_heads(shards: Sequence[Tensor]) -> list[Tensor]:
@@ -209,36 +196,18 @@ def seq_to_heads(shards: Sequence[Tensor]) -> list[Tensor]:
     return [whole[:, r * heads // ranks, None] for r in range(ranks)]
 
 
-def heads_to_seq(parts: Sequence[Tensor]) -> list[Tensor]:
-    """The way back: P parts of the heads [B, H/P, S, D] in rank order -> P slices [B, H, L, D]."""
-    return list(torch.cat(list(parts), 1).chunk(len(parts), 2))
-
-
 def _capped(scores: Tensor, softcap: float | None) -> Tensor:
     return scores if softcap is None else softcap * torch.tanh(scores / softcap)
-
-
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None) -> Tensor:
-    """In fp32 or wider."""
-    logits = torch.nn.functional.linear(hidden, weight, bias)
-    return _capped(logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale, softcap)
-
-
-def logits_loss(
-    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, *, scale: float = 1.0,
-    softcap: float | None = None,
-) -> Tensor:  # fmt: skip
-    """Sum over the valid tokens of the cross-entropy in fp32 or wider. hidden [.., E], weight [V, E], labels [..]."""
-    logits = _logits(hidden, weight, bias, scale, softcap).flatten(0, -2)
-    return torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum", ignore_index=-100)
 
 
 def token_logps(
     hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, *, scale: float = 1.0,
     softcap: float | None = None, temperature: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    """Log-probability of each label in fp32 or wider, 0 where it is -100; shapes as for `logits_loss`."""
-    logits = _logits(hidden, weight, bias, scale, softcap)
+    """Log-probability of each label, 0 where it is -100; hidden [.., E], weight [V, E], labels [..]. Minus their sum is
+    the summed cross-entropy. In fp32 or wider."""
+    logits = F.linear(hidden, weight, bias)
+    logits = _capped(logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale, softcap)
     logps = (logits / temperature).log_softmax(-1).gather(-1, labels.clamp_min(0)[..., None])[..., 0]
     return logps.masked_fill(labels == -100, 0.0)
 
@@ -252,7 +221,7 @@ def head_statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Ten
 
 def shift(labels: Tensor) -> Tensor:
     """labels [B, S] -> the label of each position, which is the next token's; the last has none (-100)."""
-    return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    return F.pad(labels[:, 1:], (0, 1), value=-100)
 
 
 def relative_error(got: Tensor, want: Tensor, floor: float = 1e-12) -> float:

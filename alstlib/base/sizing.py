@@ -4,6 +4,7 @@ This module does not import torch."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -28,19 +29,31 @@ def tile_for(width: int, element_bytes: int, device: str) -> int:
     return max(256, 1 << tokens_in_tile(width * element_bytes, device).bit_length() - 1)
 
 
+def tiles_of(tokens: int, tile: int) -> list[slice]:
+    """Slices of `tile` tokens that cover all `tokens`; one empty slice for no tokens."""
+    return [slice(lo, min(lo + tile, tokens)) for lo in range(0, max(tokens, 1), tile)]
+
+
 TileRule = Callable[[int, int], int]
-_TILES_AS_ON: ContextVar[str | TileRule | None] = ContextVar("as_on", default=None)
+_SIMULATED: ContextVar[tuple[str, int, TileRule] | None] = ContextVar("simulated", default=None)
 
 
 @contextlib.contextmanager
-def tiles_as_on(kind: str | TileRule) -> Iterator[None]:
-    """Choose tiles as on this kind of device (`cuda`, `cpu`), wherever tensors are, or by a rule of the caller's, of
-    the width and the bytes of an element: for a simulation."""
-    token = _TILES_AS_ON.set(kind)
+def as_on(device: str, capability: int = 9, tiles: TileRule | None = None) -> Iterator[None]:
+    """Choose kernels and tiles as on this kind of device (`cuda`, `cpu`) and compute capability, wherever tensors are;
+    or tiles by a rule of the caller's, of the width and the bytes of an element: for a simulation."""
+    token = _SIMULATED.set((device, capability, tiles or functools.partial(tile_for, device=device)))
     try:
         yield
     finally:
-        _TILES_AS_ON.reset(token)
+        _SIMULATED.reset(token)
+
+
+def kernel_device(device: str) -> tuple[str, int | None]:
+    """The kind of device that kernels are chosen for where tensors are on this one, and, in a simulation only, its
+    compute capability."""
+    simulated = _SIMULATED.get()
+    return (device, None) if simulated is None else simulated[:2]
 
 
 def default_tile(width: int, element_bytes: int, device: Any) -> int:
@@ -49,9 +62,8 @@ def default_tile(width: int, element_bytes: int, device: Any) -> int:
 
     The paper uses sequence / width tiles, which are very small for a narrow model.
     """
-    if callable(rule := _TILES_AS_ON.get()):
-        return rule(width, element_bytes)
-    return tile_for(width, element_bytes, rule or device.type)
+    simulated = _SIMULATED.get()
+    return tile_for(width, element_bytes, device.type) if simulated is None else simulated[2](width, element_bytes)
 
 
 def tile_of_sums(tokens: int, tile: int, sums: float, made: float) -> int:
@@ -88,26 +100,6 @@ def zero_bucket(parameters: int) -> int:
     return max(1_000_000, min(200_000_000, parameters // 16))
 
 
-_SIMULATED: ContextVar[tuple[str, int] | None] = ContextVar("simulated", default=None)
-
-
-@contextlib.contextmanager
-def kernels_as_on(device: str, capability: int) -> Iterator[None]:
-    """Choose kernels as on this kind of device (`cuda`, `cpu`) and compute capability, wherever tensors are: for a
-    simulation."""
-    token = _SIMULATED.set((device, capability))
-    try:
-        yield
-    finally:
-        _SIMULATED.reset(token)
-
-
-def kernel_device(device: str) -> tuple[str, int | None]:
-    """The kind of device that kernels are chosen for where tensors are on this one, and, in a simulation only, its
-    compute capability."""
-    return _SIMULATED.get() or (device, None)
-
-
 def sdpa_kernel(device: str, element_bytes: int, width: int, softcap: bool = False, capability: int = 9) -> str:
     """The kernel (`backends.BACKENDS`) that `attention="sdpa"` chooses on a device (`cuda`, `cpu`): for numbers of so
     many bytes, for heads of this width, on a GPU of this compute capability (its first number)."""
@@ -119,6 +111,11 @@ def sdpa_kernel(device: str, element_bytes: int, width: int, softcap: bool = Fal
         return "efficient"
     # backward of cuDNN (of its versions since 9.10) takes heads of up to 256 on Hopper alone
     return "cudnn" if capability >= 9 and width <= (256 if capability == 9 else 128) and width % 8 == 0 else "flash"
+
+
+def ranks_here() -> int:
+    """Ranks on this machine, as the launcher says (LOCAL_WORLD_SIZE)."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def cores() -> int:
@@ -352,12 +349,16 @@ def keys_and_values(tokens: int, kv_heads: int, widths: int, element_bytes: int)
     return tokens * kv_heads * widths * (element_bytes + max(4, element_bytes))
 
 
-def kv_needed(heads: int, kv_heads: int, ranks: int) -> list[int]:
-    """Key/value heads that each rank needs, where ranks have parts of heads."""
+def kv_of(heads: int, kv_heads: int, ranks: int, rank: int) -> slice:
+    """The key/value heads that a rank needs, where ranks have parts of heads."""
     group = heads // kv_heads
-    firsts = [heads * r // ranks // group for r in range(ranks)]
-    lasts = [(-(-heads * (r + 1) // ranks) - 1) // group for r in range(ranks)]
-    return [last - first + 1 for first, last in zip(firsts, lasts)]
+    return slice(heads * rank // ranks // group, (-(-heads * (rank + 1) // ranks) - 1) // group + 1)
+
+
+def kv_needed(heads: int, kv_heads: int, ranks: int) -> int:
+    """The number of key/value heads that the rank needs that needs most."""
+    each = [kv_of(heads, kv_heads, ranks, rank) for rank in range(ranks)]
+    return max(kv.stop - kv.start for kv in each)
 
 
 KV_SHARE = 0.5

@@ -17,7 +17,8 @@ depend on which rank computes which head: all parts of a head see the same pages
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from alstlib.base.options import Count, Natural, Settings, Works
 from alstlib.hf.handle import Handle
-from alstlib.kernels.paged import Choice
+from alstlib.kernels.paged import HeadPart
 from alstlib.kernels.spans import Documents, document_spans
 from alstlib.streaming.pages import LayerPages
 from alstlib.ulysses.alltoall import Exchange
@@ -102,15 +103,18 @@ class PageChoices:
 
     def __init__(self, sparse: Sparse) -> None:
         self.sparse, self.page = sparse, sparse.page
-        self.made: dict[int, Choice] = {}
-        """Choice for each chunk, by the chunk's first token of the sequence."""
+        self.made: dict[int, Tensor] = {}
+        """Which pages before its own each chunk sees, by the chunk's first token of the sequence: boolean [B, K, pages
+        before the own], for the key/value heads of the model, on the CPU."""
         self._sums: Tensor | None = None
         """Sums of the keys of each page, [B, K, pages, D], until forward has come to the end."""
 
     def of(
-        self, q: Tensor, k: Tensor, first: int, last: int, pages: LayerPages, documents: Documents, exchange: Exchange
-    ) -> Choice:
-        """What tokens [first, last) of the sequence see: q [B, H, C, D] and k [B, K, C, D] are this rank's of them.
+        self, parts: Sequence[HeadPart], q: Tensor, k: Tensor, first: int, last: int, pages: LayerPages,
+        documents: Documents, exchange: Exchange,
+    ) -> list[HeadPart]:  # fmt: skip
+        """A part for each key/value head, with what tokens [first, last) of the sequence see: q [B, H, C, D] and
+        k [B, K, C, D] are this rank's of them.
 
         Chunks come in order the first time; of the same tokens a second time, the answer is the same.
 
@@ -119,11 +123,12 @@ class PageChoices:
         """
         if first not in self.made:
             self.made[first] = self._choose(q, k, first, last, pages, documents, exchange)
-        return self.made[first]
+        seen, group = self.made[first], q.shape[1] // k.shape[1]
+        return [replace(one, sees=_sees(seen, one.heads.start // group)) for part in parts for one in _by_kv_head(part)]
 
     def _choose(
         self, q: Tensor, k: Tensor, first: int, last: int, pages: LayerPages, documents: Documents, exchange: Exchange
-    ) -> Choice:
+    ) -> Tensor:
         own, batch, wide = (last - 1) // pages.size, q.shape[0], torch.promote_types(k.dtype, torch.float32)
         spans = document_spans(documents, batch, pages.length, first, last)
         begins = {span.batch: span.begin // pages.size for span in reversed(spans)}
@@ -139,7 +144,7 @@ class PageChoices:
         self._sums[:, :, own] += sums.view(*shape[:2], -1)
         if last == pages.length:
             self._sums = None
-        return Choice(self._seen(begins, scores[0].view(shape) if scores else None, shape), q.shape[1])
+        return self._seen(begins, scores[0].view(shape) if scores else None, shape)
 
     def _open(self, begin: int, own: int) -> range:
         """The pages that scores decide on."""
@@ -163,3 +168,19 @@ class PageChoices:
                 seen[sample, :, some.start : some.stop] = False
                 seen[sample].scatter_(1, best + some.start, True)
         return seen
+
+
+def _by_kv_head(part: HeadPart) -> list[HeadPart]:
+    """A part for each key/value head."""
+    n = part.kv.stop - part.kv.start
+    each, found = (part.heads.stop - part.heads.start) // n, []
+    for i in range(n) if n > 1 else ():
+        heads, stored = (slice(at.start + i * each, at.start + (i + 1) * each) for at in (part.heads, part.stored))
+        kv = slice(part.kv.start + i, part.kv.start + i + 1)
+        found.append(replace(part, heads=heads, stored=stored, kv=kv))
+    return found or [part]
+
+
+def _sees(seen: Tensor, kv: int) -> Callable[[int, int], bool]:
+    """`HeadPart.sees` of the heads of one of the model's key/value heads."""
+    return lambda sample, page: page >= seen.shape[2] or bool(seen[sample, kv, page])

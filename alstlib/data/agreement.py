@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from alstlib.base.mesh import SPContext, from_all
+from alstlib.base.options import Record
 from alstlib.data.images import ImageLayout
 from alstlib.data.shard import SLICED, Batch, checksum, cut, prepare, valid_tokens
 
@@ -66,7 +67,7 @@ class Agreement:
         waits: whether to ask the others also where that waits for the device.
     """
 
-    def __init__(self, ctx: SPContext, call: str, arguments: Mapping[str, Any], waits: bool) -> None:
+    def __init__(self, ctx: SPContext, call: str, arguments: Record, waits: bool) -> None:
         self.ctx, self.waits = ctx, waits
         self.call = {"the call": call, **arguments}
         self.in_group: dict[str, Any] = {}
@@ -167,7 +168,7 @@ def read_together(
 
 
 def share_step(
-    batches: Iterable[Mapping[str, Any]], ctx: SPContext, most: int = 1, images: ImageLayout | None = None
+    batches: Iterable[Record], ctx: SPContext, most: int = 1, images: ImageLayout | None = None
 ) -> list[Batch]:  # fmt: skip
     """This rank's slices of the micro-batches of one optimizer step, which every rank of a group reads whole.
 

@@ -174,7 +174,7 @@ def get_tokenizer(name: str = "auto", *, corpus: Any = None, vocab_size: int = 8
     if vocab_size < 257:
         raise ValueError(f"vocab_size={vocab_size} must be at least 257: one token for each byte, and {EOS}")
     own = name == "auto" and corpus is not None
-    trained = _train(_training_texts(corpus), vocab_size) if own else _trained_on_library(vocab_size)
+    trained = _train(corpus, vocab_size) if own else _trained_on_library(vocab_size)
     return PreTrainedTokenizerFast(
         tokenizer_object=trained, eos_token=EOS, pad_token=EOS, clean_up_tokenization_spaces=False
     )
@@ -182,7 +182,7 @@ def get_tokenizer(name: str = "auto", *, corpus: Any = None, vocab_size: int = 8
 
 @functools.cache
 def _trained_on_library(vocab_size: int) -> Any:
-    return _train(_training_texts(load_corpus("stdlib")), vocab_size)
+    return _train(load_corpus("stdlib"), vocab_size)
 
 
 def has_tokenizer(name: str) -> bool:
@@ -190,8 +190,10 @@ def has_tokenizer(name: str) -> bool:
     return not Path(name).is_dir() or bool(list(Path(name).glob("*token*")))
 
 
-def _training_texts(corpus: Any) -> list[str]:
-    """The start of documents in a fixed shuffled order, two million characters in all."""
+def _train(corpus: Any, vocab_size: int) -> Any:
+    """A tokenizer trained on the start of documents in a fixed shuffled order, two million characters in all."""
+    from tokenizers import ByteLevelBPETokenizer
+
     corpus = canonical_columns(corpus)
     if "input_ids" in corpus.column_names:
         raise ValueError("a corpus of input_ids has its own tokenizer: name it instead of 'auto'")
@@ -201,12 +203,6 @@ def _training_texts(corpus: Any) -> list[str]:
         left -= len(texts[-1])
         if left <= 0:
             break
-    return texts
-
-
-def _train(texts: list[str], vocab_size: int) -> Any:
-    from tokenizers import ByteLevelBPETokenizer
-
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(texts, vocab_size, min_frequency=0, show_progress=False, special_tokens=[EOS])
     return tokenizer._tokenizer

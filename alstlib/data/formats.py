@@ -21,9 +21,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from alstlib.base.options import Json
+from alstlib.base.options import Json, Record
 
-Messages = Sequence[Mapping[str, Any]]
+Messages = Sequence[Record]
 
 FORMATS = {
     "input_ids": ("input_ids", "labels"), "messages": ("messages", "system"),
@@ -78,7 +78,7 @@ def only_tokens(corpus: Any) -> bool:
     return "input_ids" in corpus.column_names and not corpus.data.column("input_ids").null_count
 
 
-def format_of(row: Mapping[str, Any]) -> str:
+def format_of(row: Record) -> str:
     """The first format in whose first column a row has a value that is not empty, or else the first of which it has any
     column that must be there; '' for none."""
     full = (kind for kind, columns in FORMATS.items() if row.get(columns[0]))
@@ -96,7 +96,7 @@ class Example(NamedTuple):
     text: str = ""
 
 
-def read_row(row: Mapping[str, Any], chats: bool) -> Example:
+def read_row(row: Record, chats: bool) -> Example:
     """A row with canonical columns as an example. With `chats`, instructions are read as chats.
 
     Raises:
@@ -124,14 +124,14 @@ def read_row(row: Mapping[str, Any], chats: bool) -> Example:
     return Example(text=_text(row, "text"))
 
 
-def _text(row: Mapping[str, Any], name: str) -> str:
+def _text(row: Record, name: str) -> str:
     value = row.get(name)
     if value is not None and not isinstance(value, str):
         raise ValueError(f"its {name} is {value!r}; it must be a text")
     return value or ""
 
 
-def _message(message: Mapping[str, Any]) -> Json:
+def _message(message: Record) -> Json:
     """A message without its empty fields, ShareGPT's names turned into `role` and `content`."""
     found = {key: value for key, value in message.items() if value is not None} if isinstance(message, Mapping) else {}
     if "role" not in found and found.get("from") in SPEAKERS:
@@ -144,7 +144,7 @@ def _message(message: Mapping[str, Any]) -> Json:
     return found
 
 
-def plain_text(row: Mapping[str, Any]) -> str:
+def plain_text(row: Record) -> str:
     """All words of a row with canonical columns, for training a tokenizer."""
     example = read_row(row, chats=True)
     if example.messages is None:

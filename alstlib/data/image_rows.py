@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from alstlib.base.config import nearest_path
-from alstlib.base.options import Json
+from alstlib.base.options import Json, Record
 from alstlib.base.units import IGNORE
 from alstlib.data.formats import IMAGES, read_row
-from alstlib.data.samples import Document, said_in_chat
+from alstlib.data.samples import Document, Passages, said_in_chat
 
 
 def have_images(rows: Any) -> bool:
@@ -62,7 +62,7 @@ class ImageRows:
     def __init__(self, processor: Any) -> None:
         self.processor = processor
 
-    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    def __call__(self, rows: Sequence[Record]) -> dict[str, torch.Tensor]:
         images = [open_images(row) for row in rows]
         chats = [self._chat(row, len(own)) for row, own in zip(rows, images)]
         made = self.processor(
@@ -82,7 +82,7 @@ class ImageRows:
         labels = made["input_ids"].masked_fill(~torch.tensor(said), IGNORE)
         return {**made, "labels": labels}
 
-    def document(self, row: Mapping[str, Any]) -> Document:
+    def document(self, row: Record) -> Document:
         """The tokens and labels of one row; none where it has no words."""
         example = read_row(row, chats=True)
         if not example.messages and not example.text:
@@ -90,7 +90,7 @@ class ImageRows:
         made = self([row])
         return Document(*(made[name][0].numpy().astype(np.int32) for name in ("input_ids", "labels")))
 
-    def _chat(self, row: Mapping[str, Any], images: int) -> tuple[str, list[tuple[int, int]]]:
+    def _chat(self, row: Record, images: int) -> tuple[str, Passages]:
         """The text of a row's chat, with one placeholder for each image, and the spans that the assistant says."""
         example = read_row(row, chats=True)
         if not example.messages:
@@ -102,7 +102,7 @@ class ImageRows:
         return said_in_chat(messages, self.processor, example.first)
 
 
-def _in_parts(messages: Iterable[Mapping[str, Any]], images: int) -> list[Json]:
+def _in_parts(messages: Iterable[Record], images: int) -> list[Json]:
     """Messages whose contents are lists of parts, as processors take them. Where no message has a place for an image,
     all images come first in the first message of the user that is a text."""
     messages = list(messages)
@@ -123,7 +123,7 @@ def _in_parts(messages: Iterable[Mapping[str, Any]], images: int) -> list[Json]:
 
 
 def _said(
-    spans: Iterable[tuple[int, int]], replaced: Sequence[Mapping[str, Any]], offsets: Iterable[tuple[int, int]]
+    spans: Passages, replaced: Sequence[Record], offsets: Passages
 ) -> list[bool]:  # fmt: skip
     """Which tokens begin in one of these spans of the text as it was before placeholders were replaced."""
     ends = [one["span"][1] for one in replaced]
@@ -137,7 +137,7 @@ def _said(
     return [left < right and within(moved, left) and not within(images, left) for left, right in offsets]
 
 
-def open_images(row: Mapping[str, Any]) -> list[Any]:
+def open_images(row: Record) -> list[Any]:
     """The images of a row, in RGB: files by their names, bytes, or images already.
 
     Raises:

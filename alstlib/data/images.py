@@ -10,12 +10,15 @@ Shape legend: B samples of a micro-batch, P tokens of a padded sample, L = P / s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from alstlib.base.mesh import striped
+from alstlib.base.options import Record
 
 Fields = dict[str, Tensor]
 PIXELS = ("pixel_values", "pixel_values_videos")
@@ -51,7 +54,7 @@ class ImageLayout:
     """The model's own function of the positions of several dimensions: of tokens and their types [1, n] and the sizes
     of images it makes [3, 1, n]. None: positions have one dimension."""
 
-    def read(self, given: Mapping[str, Any], whole: Mapping[str, Tensor]) -> BatchImages:
+    def read(self, given: Record, whole: Record) -> BatchImages:
         """The images of a batch.
 
         Args:
@@ -84,7 +87,7 @@ class ImageLayout:
         made = {name: torch.cat([one[name] for one in images]) for name in images[0]}
         return {name: value[None] for name, value in made.items()} if self.nested else made
 
-    def chosen(self, given: Mapping[str, Tensor], lengths: list[int], places: list[int]) -> Fields:
+    def chosen(self, given: Fields, lengths: list[int], places: list[int]) -> Fields:
         """Of the fields of a rank's images, which have so many place in pixel_values, those of the images at these
         places."""
         fields = {name: value[0] if self.nested else value for name, value in given.items()}
@@ -135,34 +138,29 @@ class ImageLayout:
         ]
 
     def _positions(
-        self, fields: Fields, whole: Mapping[str, Tensor], images: list[ImagePiece], frames: list[ImagePiece]
+        self, fields: Fields, whole: Record, images: list[ImagePiece], frames: list[ImagePiece]
     ) -> Tensor:  # fmt: skip
         """[B, P, 3]: those of each document by itself, by the model's own function where it has images."""
         assert self.positions is not None
         ids, offsets = whole["input_ids"].cpu().flatten(), whole["cu_seqlens"].long()
         made = whole["position_ids"].cpu().flatten()[:, None].repeat(1, 3)
-        grids, first = {"image_grid_thw": fields.get("image_grid_thw"), "video_grid_thw": None}, frames
-        more: dict[str, Tensor] = {}
+
+        def documents(pieces: list[ImagePiece]) -> Tensor:
+            first = torch.tensor([int(one.at[0]) for one in pieces], dtype=torch.int64)
+            return torch.searchsorted(offsets, first, right=True) - 1
+
+        given: dict[str, tuple[Tensor, Tensor]] = {}  # what is told of each image or video, and its document
+        if (grid := fields.get("image_grid_thw")) is not None:
+            given["image_grid_thw"] = grid, documents(images)
         if (videos := fields.get("video_grid_thw")) is not None:
-            starts = [0, *videos[:, 0].cumsum(0).tolist()][:-1]
-            first = [frames[i] for i in starts]
-            grids["video_grid_thw"] = videos
-            more = {n: fields[n] for n in ("second_per_grid_ts",) if n in fields}
-        document = {
-            "image_grid_thw": torch.tensor([int(one.at[0]) for one in images], dtype=torch.int64),
-            "video_grid_thw": torch.tensor([int(one.at[0]) for one in first], dtype=torch.int64),
-        }
-        document = {name: torch.searchsorted(offsets, at, right=True) - 1 for name, at in document.items()}
-        for one in torch.cat([*document.values()]).unique().tolist():
+            of = documents([frames[i] for i in [0, *videos[:, 0].cumsum(0).tolist()][:-1]])
+            given |= {n: (fields[n], of) for n in ("video_grid_thw", "second_per_grid_ts") if n in fields}
+        for one in sorted({document for _, of in given.values() for document in of.tolist()}):
             place = slice(int(offsets[one]), int(offsets[one + 1]))
             types = torch.zeros_like(ids[place])
             for number, token in enumerate((self.token, self.video_token), 1):
                 types[ids[place] == token] = number
-            inside = {
-                name: grid[document[name] == one] for name, grid in grids.items()
-                if grid is not None and bool((document[name] == one).any())
-            }  # fmt: skip
-            inside |= {name: value[document["video_grid_thw"] == one] for name, value in more.items()}
+            inside = {name: value[of == one] for name, (value, of) in given.items() if bool((of == one).any())}
             made[place] = self.positions(ids[place][None], types[None], **inside)[:, 0].T.to(made.dtype)
         return made.view(*whole["input_ids"].shape, 3)
 
@@ -241,17 +239,13 @@ class BatchImages:
     """Tokens of a padded sample: P."""
     positions: Tensor | None = None
     """[B, P, 3] positions of several dimensions; None where the model has one."""
-    owners: dict[int, list[int]] = field(default_factory=dict)
-    """The rank of each piece, by the number of ranks."""
 
     def cut(self, sp: int, sp_rank: int) -> dict[str, Any]:
         """What one rank is given of the images: pixel_values and sizes of those that it is dealt (a blank one, where it
         is dealt none), `image_plan`, which is `DealtImages`, and image_positions [B, L, 3], where the model has
         such."""
-        if sp not in self.owners:
-            width = 6 * self.layout.width  # products with weights take 24 n width^2 of a layer, attention 4 n^2 width
-            self.owners[sp] = deal([len(p.fields["pixel_values"]) * (len(p.at) + width) for p in self.pieces], sp)
-        owners = self.owners[sp]
+        width = 6 * self.layout.width  # products with weights take 24 n width^2 of a layer, attention 4 n^2 width
+        owners = deal([len(p.fields["pixel_values"]) * (len(p.at) + width) for p in self.pieces], sp)
         mine = [p.fields for p, owner in zip(self.pieces, owners) if owner == sp_rank]
         dealt = DealtImages(
             at=[p.at for p in self.pieces], owners=owners, lengths=[len(one["pixel_values"]) for one in mine],
@@ -303,10 +297,5 @@ def plan_features(
 def _owned(places: Tensor, padded: int, sp: int, stripe: int | None) -> tuple[Tensor, Tensor, Tensor]:
     """The rank that has each of these tokens, their places there in the flattened [B * L], and their stripes."""
     each = padded // sp
-    wide = each if stripe is None else min(stripe, each)
-    column = places % padded
-    index = column // (wide * sp)
-    first = index * wide
-    place = (each - first).clamp_max(wide)  # the last stripe has the remaining tokens
-    inside = column - first * sp
-    return inside // place, places // padded * each + first + inside % place, index
+    owner, local, index = striped(places % padded, each, each if stripe is None else min(stripe, each), sp)
+    return owner, places // padded * each + local, index

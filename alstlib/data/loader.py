@@ -12,14 +12,14 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from alstlib.base.mesh import SPContext
-from alstlib.base.options import Json
+from alstlib.base.options import Json, Record
 from alstlib.data.agreement import check_same, read_together
 from alstlib.data.images import ImageLayout
 from alstlib.data.prefetch import Reader
@@ -85,7 +85,7 @@ class SPDataLoader:
         self.device = ctx.wire if device is None else torch.device(device)
         self._position = 0  # micro-batches of this pass
         self._epoch: int | None = None
-        self._resume: Mapping[str, Any] | None = None
+        self._resume: Record | None = None
         self._reader: Reader | None = None
         self._warned = False
 
@@ -98,9 +98,9 @@ class SPDataLoader:
         if self._resume is not None and self._resume["epoch"] not in (None, epoch):
             self._resume, self._position = None, 0
         self._epoch = epoch
-        batches = getattr(self.dataloader, "batch_sampler", None)
-        owners = [(self.dataloader, "sampler"), (self.dataloader, "dataset"), (batches, "sampler")]
-        for owner in (self.dataloader, batches, *(getattr(holder, name, None) for holder, name in owners)):
+        loader, batches = self.dataloader, getattr(self.dataloader, "batch_sampler", None)
+        inside = [getattr(loader, name, None) for name in ("sampler", "dataset")]
+        for owner in (loader, batches, *inside, getattr(batches, "sampler", None)):
             if hasattr(owner, "set_epoch"):
                 owner.set_epoch(epoch)
 
@@ -114,7 +114,7 @@ class SPDataLoader:
         reader = self._reader and (self._reader.before if self._position % self._window else self._reader.state())
         return {"micro_batches": self._position, "epoch": self._epoch, **self._layout(), "reader": reader}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Record) -> None:
         """Continue after the micro-batch at which `state` was taken, with the next iteration.
 
         A loader without a state of its own is advanced batch by batch, in the order it drew then: every random
@@ -196,7 +196,7 @@ class SPDataLoader:
             cuts = zip(*(whole[name].to(self.ctx.wire).chunk(sp, 1) for name in SLICED))
             parts = [torch.cat([*(t.flatten() for t in slices), *ends]) for slices in cuts]
         else:
-            self.received_bytes += mine.numel() * mine.element_size()
+            self.received_bytes += mine.nbytes
         dist.scatter(mine, parts, group=self.ctx.sp_group, group_src=turn)
         fields = mine.split(sizes)
         batch = {name: field.view(samples, -1).to(self.device) for name, field in zip(SLICED, fields)}

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from alstlib.base.options import Json
+from alstlib.base.options import Json, Record
 from alstlib.data.shard import checksum
 
 
@@ -25,7 +25,7 @@ class Reader:
         resume: `state` of an earlier pass, before batch `start`.
     """
 
-    def __init__(self, loader: Any, resume: Mapping[str, Any] | None, start: int) -> None:
+    def __init__(self, loader: Any, resume: Record | None, start: int) -> None:
         self.loader, self.resume, self.start = loader, resume, start
         self.stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         self.iterator: Iterator[Any] | None = None

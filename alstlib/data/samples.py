@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,11 +17,14 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
+from alstlib.base.options import Record
 from alstlib.base.units import IGNORE
 from alstlib.data.formats import IMAGES, Messages, canonical_columns, format_of, read_row
 
 logger = logging.getLogger(__name__)
 
+Passages = list[tuple[int, int]]
+"""Runs of a text's characters: the first, and the one after the last."""
 SHOWN = 5
 """Number of rows that are named of those that train nothing."""
 _POOL = 32  # documents among which packing looks for one that fits
@@ -43,7 +46,7 @@ def _labelled(ids: Sequence[int], said: Sequence[Any]) -> Document:
     return Document(made, np.where(said, made, np.int32(IGNORE)))
 
 
-def said_in_chat(messages: Messages, templates: Any, first: int = 0) -> tuple[str, list[tuple[int, int]]]:
+def said_in_chat(messages: Messages, templates: Any, first: int = 0) -> tuple[str, Passages]:
     """The text of a conversation, and the spans of its characters that the assistant says, from message `first` on.
 
     The spans are found by rendering the conversation message by message, which is only right if each rendering begins
@@ -85,16 +88,14 @@ def _chat(messages: Messages, tokenizer: Any, first: int = 0) -> Document:
     return _labelled(*_said(*said_in_chat(messages, tokenizer, first), tokenizer, special=False))
 
 
-def _said(
-    text: str, spans: Sequence[tuple[int, int]], tokenizer: Any, *, special: bool
-) -> tuple[list[int], list[bool]]:
+def _said(text: str, spans: Passages, tokenizer: Any, *, special: bool) -> tuple[list[int], list[bool]]:
     """Tokens of a text, and which of them begin in one of these spans of characters."""
     out = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
     mask = [any(start <= left < stop for start, stop in spans) for left, _ in out["offset_mapping"]]
     return out["input_ids"], mask
 
 
-def tokenize_row(row: Mapping[str, Any], tokenizer: Any) -> Document:
+def tokenize_row(row: Record, tokenizer: Any) -> Document:
     """A row of the data set, with canonical columns, as a document; one without tokens where it has no text.
 
     Raises:
@@ -125,6 +126,7 @@ def tokenize_row(row: Mapping[str, Any], tokenizer: Any) -> Document:
     return _labelled(ids, said) if end in (None, *ids[-1:]) else _labelled([*ids, end], [*said, True])
 
 
+@dataclass
 class Account:
     """Reads rows as documents, and counts those that train nothing.
 
@@ -134,15 +136,14 @@ class Account:
         limit: the number of tokens of a row that are trained on; None: all.
     """
 
-    def __init__(
-        self, read: Callable[[Mapping[str, Any]], Document], of: str = "", limit: int | None = None
-    ) -> None:  # fmt: skip
-        self.read, self.of, self.limit = read, of, limit
-        self.rows = 0
-        self.useless: list[tuple[int, str]] = []
-        """Numbers of the rows that train nothing, counted from 1, and their formats."""
+    read: Callable[[Record], Document]
+    of: str = ""
+    limit: int | None = None
+    rows: int = 0
+    useless: list[tuple[int, str]] = field(default_factory=list)
+    """Numbers of the rows that train nothing, counted from 1, and their formats."""
 
-    def __call__(self, row: Mapping[str, Any], number: int) -> Document:
+    def __call__(self, row: Record, number: int) -> Document:
         """The document of a row, whose number counts from 0.
 
         Raises:
@@ -282,7 +283,7 @@ class Samples(Dataset):
         # a worker process makes the samples again, for a generator cannot be sent to it
         return Samples, (self.corpus, self.tokenizer, self.seq_len, self.packed, self.seed, self.limit)
 
-    def read(self, row: Mapping[str, Any]) -> Document:
+    def read(self, row: Record) -> Document:
         return tokenize_row(row, self.tokenizer)
 
     def _documents(self) -> Iterator[Document]:
@@ -346,7 +347,7 @@ class Samples(Dataset):
 make_samples = Samples
 
 
-def collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def collate(samples: Sequence[Record]) -> dict[str, Any]:
     """Samples of any length as one batch: int64 input_ids and labels [B, S], padded on the right (labels -100).
 
     With padding there is an `attention_mask`; where the samples have them, `document_lengths` is a list for each

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from alstlib.base.options import Record
 from alstlib.base.units import IGNORE
 from alstlib.data.images import IMAGE_KEYS, ImageLayout
 
@@ -31,7 +32,8 @@ WHOLE = ("cu_seqlens", "sample_tokens")
 """Fields that every rank of a group has whole."""
 
 
-def _integers(batch: Mapping[str, Any], name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+def _integers(batch: Record, name: str, ids: torch.Tensor | None = None) -> torch.Tensor:
+    """A field as int64; with `ids`, of their shape and on their device."""
     try:
         value = torch.as_tensor(batch[name])
     except (ValueError, TypeError) as error:
@@ -40,9 +42,11 @@ def _integers(batch: Mapping[str, Any], name: str, shape: tuple[int, ...] | None
         ) from error
     if value.is_floating_point():
         raise ValueError(f"{name} has dtype {value.dtype}; it must be an integer type, such as torch.int64")
-    if shape is not None and value.shape != shape:
-        raise ValueError(f"{name} has shape {list(value.shape)}; it must be input_ids' shape {list(shape)}")
-    return value.long()
+    if ids is None:
+        return value.long()
+    if value.shape != ids.shape:
+        raise ValueError(f"{name} has shape {list(value.shape)}; it must be input_ids' shape {list(ids.shape)}")
+    return value.to(ids.device, torch.int64)
 
 
 def _starts_from_positions(positions: torch.Tensor) -> torch.Tensor:
@@ -81,15 +85,14 @@ def _offsets_from_lengths(lengths: Any, real: list[int], length: int) -> torch.T
     return torch.tensor(flat).cumsum(0)
 
 
-def _document_starts(given: Mapping[str, Any], real: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
+def _document_starts(given: Record, real: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
     """[B, S] bool: where documents start, besides the first of each sample."""
     told = [name for name in DOCUMENTS if name in given]
     if len(told) > 1:
         raise ValueError(f"{' and '.join(told)} all say where documents start: give one of them")
     starts = torch.zeros_like(tail)
     if "position_ids" in given:
-        positions = _integers(given, "position_ids", tail.shape).to(tail.device)
-        starts = _starts_from_positions(positions.masked_fill(tail, 0))
+        starts = _starts_from_positions(_integers(given, "position_ids", tail).masked_fill(tail, 0))
     elif told:
         lengths = given.get("document_lengths")
         offsets = (
@@ -100,7 +103,7 @@ def _document_starts(given: Mapping[str, Any], real: torch.Tensor, tail: torch.T
     return starts & ~tail
 
 
-def prepare(batch: Mapping[str, Any], multiple: int, images: ImageLayout | None = None) -> Batch:
+def prepare(batch: Record, multiple: int, images: ImageLayout | None = None) -> Batch:
     """Check a batch, shift its labels and pad its samples to a `multiple` of tokens: `shard_batch` before the
     cut.
 
@@ -124,15 +127,13 @@ def prepare(batch: Mapping[str, Any], multiple: int, images: ImageLayout | None 
     if ids.dim() != 2 or 0 in ids.shape:
         raise ValueError(f"input_ids has shape {list(ids.shape)}; it must be [B, S] with at least one token")
     samples, length = ids.shape
-    labels = _integers(given, "labels", ids.shape).to(ids.device)
+    labels = _integers(given, "labels", ids)
     if (lowest := int(ids.min())) < 0:
         raise ValueError(f"input_ids holds {lowest}; tokens are 0 or more (only labels may be {IGNORE})")
     if (wrong := labels[(labels < 0) & (labels != IGNORE)]).numel():
         raise ValueError(f"labels hold {int(wrong[0])}; a label that is to be ignored is {IGNORE}")
 
-    mask = torch.ones_like(ids)
-    if "attention_mask" in given:
-        mask = _integers(given, "attention_mask", ids.shape).to(ids.device)
+    mask = _integers(given, "attention_mask", ids) if "attention_mask" in given else torch.ones_like(ids)
     real = mask.sum(1)  # tokens of each sample that are not padding
     column = torch.arange(length + -length % multiple, device=ids.device).expand(samples, -1)
     tail = column >= real[:, None]
@@ -176,10 +177,10 @@ def cut(whole: Batch, sp: int, sp_rank: int) -> Batch:
 
 def documents_of(part: Batch, sp: int) -> list[int]:
     """Tokens of each document of a micro-batch, without padding, from one rank's slice of it."""
-    length = part["input_ids"].shape[1] * sp
-    offsets, real = part["cu_seqlens"].tolist(), part["sample_tokens"].tolist()
-    ends = (min(end, begin // length * length + real[begin // length]) for begin, end in itertools.pairwise(offsets))
-    return [size for begin, end in zip(offsets, ends) if (size := end - begin) > 0]
+    length, real = part["input_ids"].shape[1] * sp, part["sample_tokens"].tolist()
+    found = itertools.pairwise(part["cu_seqlens"].tolist())
+    sizes = (min(end, begin // length * length + real[begin // length]) - begin for begin, end in found)
+    return [size for size in sizes if size > 0]
 
 
 def valid_tokens(whole: Batch) -> int:
@@ -192,7 +193,7 @@ def check_pad_to(sp: int, pad_to: int | None) -> None:
 
 
 def shard_batch(
-    batch: Mapping[str, Any], sp: int, sp_rank: int, pad_to: int | None = None, images: ImageLayout | None = None
+    batch: Record, sp: int, sp_rank: int, pad_to: int | None = None, images: ImageLayout | None = None
 ) -> Batch:  # fmt: skip
     """One rank's slice of a batch that every rank of its group holds, as `SPDataLoader` yields it. No process group is
     needed.

@@ -146,7 +146,7 @@ class MemoryPlan:
 
     def _pages(self, x: Tensor, tokens: int, keys: Keys) -> int:
         """Bytes of one layer's keys and values of so many tokens on this rank, with the sums of their gradients."""
-        needed = max(kv_needed(keys.heads, keys.kv_heads, self.ctx.sp))
+        needed = kv_needed(keys.heads, keys.kv_heads, self.ctx.sp)
         return keys_and_values(x.shape[0] * tokens, needed, keys.widths, x.element_size())
 
     def _place_keys(self, x: Tensor, device: torch.device, keys: int, beside: int = 0, travels: bool = False) -> int:

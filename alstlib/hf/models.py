@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch

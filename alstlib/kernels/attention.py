@@ -18,7 +18,7 @@ What one call of a kernel cannot do is put together from calls that it can (`spa
   it gets the largest part that is not, and another kernel gets the last tokens.
 
 Attention sinks are a further key of each head that has a score and no value: exp(sink) more in the sum. They change the
-logsumexp, and with it scale the output (`with_sinks`); a kernel's backward, which reads both, is right as it is.
+logsumexp, and with it scale the output (`paged.add_sinks`); a kernel's backward, which reads both, is right as it is.
 
 Keeping the logsumexp is what lets a backward run without a second forward (DistFlashAttn, arXiv 2310.03294).
 """
@@ -35,6 +35,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from alstlib.base.recompute import sum_dtype
+from alstlib.base.reference import OutputAndLse
 from alstlib.base.sizing import KEYS_PER_QUERY, kernel_device, tile_for
 from alstlib.kernels.backends import BACKENDS, LONG, Backend
 from alstlib.kernels.rule import Attended, Packed, Rule
@@ -47,7 +49,7 @@ ELEMENTS = 2**31
 def attention_forward(
     backend: Backend, q: Tensor, k: Tensor, v: Tensor, *, rule: Rule, cu_seqlens: Documents = None,
     spans: Sequence[Span] = (), kind: str = "causal",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> OutputAndLse:  # fmt: skip
     """Causal attention inside documents -> (out [B, H, S, V], lse [B, H, S] in fp32). Without autocast, which would
     take back the precision in which kernels sum.
 
@@ -63,7 +65,7 @@ def attention_forward(
     kernel, how, cut, _ = _calls(backend, rule, kind, cu_seqlens, spans, q, k, v)
     if cut:
         out = _room(q, v.shape[-1], q.dtype)
-        lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+        lse = q.new_empty(q.shape[:3], dtype=sum_dtype(q))
         add_pieces(backend, cut, Attended(q, k, v, out, lse), rule)
         return out, lse
     out, lse = kernel.forward(*padded(kernel, q, k, v), scale=rule.scale, causal=kind == "causal", **how)
@@ -137,7 +139,7 @@ def _calls(
         tensors: q and k, and all others of the call.
     """
     q, k = tensors[:2]
-    (batch, _, queries, _), keys, how = q.shape, k.shape[2], rule.given
+    (batch, _, queries, _), keys, how = q.shape, k.shape[2], {} if rule.softcap is None else {"softcap": rule.softcap}
     windowed = (rule.window or keys) < keys
     if kind == "causal" and (cu_seqlens is not None or spans or queries != keys or windowed):
         found = spans or document_spans(cu_seqlens, batch, keys, keys - queries, keys)
@@ -151,7 +153,7 @@ def _calls(
             most = KEYS_PER_QUERY if backend.granule > 1 or len(tensors) > 3 else None  # more than 3: a backward
             cut = [piece for span in found for piece in pieces(span, rule.window, most)]
             once_each = all(piece.kind == "causal" for piece in cut)  # each key belongs to one call
-            return backend, how, cut, q.dtype if once_each else torch.promote_types(q.dtype, torch.float32)
+            return backend, how, cut, q.dtype if once_each else sum_dtype(q)
     assert batch == k.shape[0]  # not every kernel looks
     ragged = queries % backend.granule or keys % backend.granule
     # the parts of a call that is too large are few: their gradients are summed in the tensors' dtype
@@ -223,7 +225,7 @@ def _room(x: Tensor, width: int, dtype: torch.dtype | None) -> Tensor:
     return x.new_empty(x.shape[0], x.shape[2], x.shape[1], width, dtype=dtype).transpose(1, 2)
 
 
-def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> OutputAndLse:
     """Attention of the same queries over two disjoint sets of keys -> over both; `out` is overwritten.
 
     out and other [..., S, V], lse and other_lse [..., S] in fp32. A set without any key has a logsumexp of -inf.
@@ -239,9 +241,3 @@ def query_tiles(x: Tensor, step: int | None = None) -> list[tuple[EllipsisType, 
     `sizing.TILE_BYTES` hold."""
     step = step or tile_for(prod(x.shape[:-2]) * x.shape[-1], 4, kernel_device(x.device.type)[0])
     return [(..., slice(lo, lo + step), slice(None)) for lo in range(0, x.shape[-2], step)]
-
-
-def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and logsumexp, both in place, with a further key of each head that has a score and no value."""
-    nothing = lse.new_zeros(()).expand_as(out)
-    return out, lse.copy_(merge(out, lse, nothing, sinks.to(lse.dtype)[None, :, None])[1])

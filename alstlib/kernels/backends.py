@@ -29,9 +29,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from alstlib.base import reference
+from alstlib.base.reference import OutputAndLse
 from alstlib.base.sizing import kernel_device, sdpa_kernel
 from alstlib.kernels import blockwise
 from alstlib.kernels.flash import FLASH, PACKAGES
@@ -81,7 +83,7 @@ class Backend:
 # ----- PyTorch on CPU: native grouped-query attention, lse [B, H, S]
 
 
-def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> OutputAndLse:
     return aten._scaled_dot_product_flash_attention_for_cpu(*_in_line(q, k, v), 0.0, causal, scale=scale)
 
 
@@ -99,7 +101,7 @@ def _in_line(*tensors: Tensor) -> list[Tensor]:
 # ----- PyTorch on CUDA
 
 
-def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> OutputAndLse:
     out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
     return out, lse.reshape(q.shape[:3])
 
@@ -127,7 +129,7 @@ def _repeat(x: Tensor, groups: int) -> Tensor:
     return x.repeat_interleave(groups, 1) if groups > 1 else x
 
 
-def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> OutputAndLse:
     groups = q.shape[1] // k.shape[1]
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(
         q, _repeat(k, groups), _repeat(v, groups), None, True, 0.0, causal, scale=scale
@@ -140,7 +142,7 @@ def _efficient_backward(dout: Tensor, kept: Attended, scale: float, causal: bool
     heads, groups = q.shape[1], q.shape[1] // k.shape[1]
     if out.itemsize == 2:  # the kernel takes the heads of a token to lie together, whatever the strides say
         out = out.transpose(1, 2).contiguous().transpose(1, 2)
-    padded = torch.nn.functional.pad(lse, (0, -q.shape[2] % 32), value=float("inf"))
+    padded = F.pad(lse, (0, -q.shape[2] % 32), value=float("inf"))
     seed = torch.zeros((), dtype=torch.int64, device=q.device)
     need = [True, True, True, False]
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
@@ -186,7 +188,7 @@ def choose_backend(
     """The kernel for `attention`: `sdpa` picks PyTorch's best for the hardware and dtype, `auto` prefers an installed
     flash-attn 3 or 4 to it; any other name is taken at its word, and so is a kernel. With a `softcap`, only kernels
     that compute it: flash-attn's packages, and `blockwise`, which is several times as slow. In a simulation, the device
-    that is simulated counts (`sizing.kernels_as_on`).
+    that is simulated counts (`sizing.as_on`).
 
     Raises:
         ValueError: an unknown name, or a kernel that cannot run here, with what can.

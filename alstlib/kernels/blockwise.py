@@ -12,11 +12,14 @@ block [T, T] at a time, in fp32 (fp64 for fp64); everything is summed there. The
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from alstlib.base.sizing import kernel_device
+from alstlib.base.recompute import sum_dtype
+from alstlib.base.reference import OutputAndLse
+from alstlib.base.sizing import kernel_device, tiles_of
 from alstlib.kernels.rule import Attended
 
 BLOCK_BYTES = 32 * 2**20
@@ -29,18 +32,6 @@ def _block(q: Tensor) -> int:
     return max(64, min(1024, side - side % 64))
 
 
-def _spans(end: int, step: int) -> list[slice]:
-    """0 to `end` in steps."""
-    return [slice(lo, min(lo + step, end)) for lo in range(0, end, step)]
-
-
-def _keys(at: slice, keys: int, step: int, causal: bool) -> list[tuple[slice, int | None]]:
-    """For a block of queries: keys of a block, and the number of the first query, counted from the first key, where
-    some queries must not attend to some of them."""
-    blocks = _spans(min(keys, at.stop) if causal else keys, step)
-    return [(ks, at.start - ks.start if causal and ks.stop > at.start + 1 else None) for ks in blocks]
-
-
 def _product(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
     """a [B, K, m, n] @ b [B, K, n, o] summed and given in `wide`."""
     if a.dtype == b.dtype == wide:
@@ -50,32 +41,32 @@ def _product(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
     return a.to(wide) @ b.to(wide)
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, softcap: float | None, wide: torch.dtype, first: int | None) -> Tensor:
-    """Capped and masked scores [B, K, G * t, T] of q [B, K, G, t, D] (the queries of the block) and k [B, K, T, D]."""
-    s = _product(q.flatten(2, 3), k.transpose(-1, -2), wide).mul_(scale)
-    if softcap is not None:
-        s = s.div_(softcap).tanh_().mul_(softcap)
-    if first is not None:
-        query = torch.arange(first, first + q.shape[3], device=q.device)[:, None]
-        hidden = torch.arange(k.shape[2], device=q.device) > query
-        s.unflatten(2, q.shape[2:4]).masked_fill_(hidden, float("-inf"))
-    return s
+def _scores(
+    q: Tensor, k: Tensor, at: slice, step: int, scale: float, causal: bool, softcap: float | None
+) -> Iterator[tuple[slice, Tensor]]:
+    """Blocks of keys of k [B, K, N, D], and the capped and masked scores [B, K, G * t, T] of q [B, K, G, t, D], which
+    are the queries at these places, with them."""
+    for ks in tiles_of(min(k.shape[2], at.stop) if causal else k.shape[2], step):
+        s = _product(q.flatten(2, 3), k[:, :, ks].transpose(-1, -2), sum_dtype(q)).mul_(scale)
+        if softcap is not None:
+            s = s.div_(softcap).tanh_().mul_(softcap)
+        if causal and ks.stop > at.start + 1:  # some queries must not attend to some of them
+            queries, keys = (torch.arange(places.start, places.stop, device=q.device) for places in (at, ks))
+            s.unflatten(2, q.shape[2:4]).masked_fill_(keys > queries[:, None], float("-inf"))
+        yield ks, s
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, softcap: float | None = None
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, softcap: float | None = None) -> OutputAndLse:
     """q [B, H, S, D], k [B, K, N, D], v [B, K, N, V] -> out [B, H, S, V], lse [B, H, S] (fp32)."""
-    grouped, wide = q.unflatten(1, (k.shape[1], -1)), torch.promote_types(q.dtype, torch.float32)
+    grouped, wide = q.unflatten(1, (k.shape[1], -1)), sum_dtype(q)
     out = q.new_empty(*grouped.shape[:4], v.shape[-1])
     lse = q.new_empty(out.shape[:4], dtype=wide)
-    for at in _spans(q.shape[2], step := _block(q)):
+    for at in tiles_of(q.shape[2], step := _block(q)):
         mine = grouped[:, :, :, at]
         size = (*mine.shape[:2], mine.shape[2] * mine.shape[3])
         total, norm = (q.new_zeros(*size, n, dtype=wide) for n in (v.shape[-1], 1))
         top = torch.full_like(norm, float("-inf"))
-        for ks, first in _keys(at, k.shape[2], step, causal):
-            s = _scores(mine, k[:, :, ks], scale, softcap, wide, first)
+        for ks, s in _scores(mine, k, at, step, scale, causal, softcap):
             high = torch.maximum(top, s.amax(-1, keepdim=True))
             fade = (top - high).exp_()
             top, p = high, s.sub_(high).exp_()
@@ -91,17 +82,16 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients -> dq, dk, dv, of the dtypes of q, k and v."""
     q, k, v, out, lse = kept
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide = sum_dtype(q)
     grouped, douts, outs, lses = (t.unflatten(1, (k.shape[1], -1)) for t in (q, dout, out, lse.to(wide)))
     dq = torch.empty_like(grouped)
     dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
-    for at in _spans(q.shape[2], step := _block(q)):
+    for at in tiles_of(q.shape[2], step := _block(q)):
         mine, grad = grouped[:, :, :, at], douts[:, :, :, at].flatten(2, 3)
         delta = (grad.to(wide) * outs[:, :, :, at].flatten(2, 3)).sum(-1, keepdim=True)
         norm = lses[:, :, :, at].flatten(2, 3)[..., None]
         total = q.new_zeros(*grad.shape[:3], q.shape[-1], dtype=wide)
-        for ks, first in _keys(at, k.shape[2], step, causal):
-            s = _scores(mine, k[:, :, ks], scale, softcap, wide, first)
+        for ks, s in _scores(mine, k, at, step, scale, causal, softcap):
             slope = None if softcap is None else 1 - (s / softcap).square().nan_to_num_(posinf=1.0)
             p = s.sub_(norm).exp_()
             dv[:, :, ks] += _product(p.to(v.dtype).transpose(-1, -2), grad, wide)

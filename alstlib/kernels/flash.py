@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from alstlib.base.reference import OutputAndLse
 from alstlib.kernels.rule import Attended, Packed
 
 aten = torch.ops.aten
@@ -24,7 +25,7 @@ def by_token(
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """A pair for `backends.Backend` from two functions on tensors [B, S, H, D], which are told what `_told` names."""
 
-    def run(q: Tensor, k: Tensor, v: Tensor, *, packed: Packed | None = None, **how: Any) -> tuple[Tensor, Tensor]:
+    def run(q: Tensor, k: Tensor, v: Tensor, *, packed: Packed | None = None, **how: Any) -> OutputAndLse:
         out, lse, *_ = forward(*_by_token(packed, q, k, v), **_told(packed, **how))
         if packed is not None:  # [H, B * S]
             lse = lse.unflatten(1, q.shape[::2][:2]).transpose(0, 1)

@@ -13,13 +13,13 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import inspect
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 
 from alstlib.kernels.attention import ELEMENTS
@@ -185,8 +185,4 @@ def _known(function: Any) -> Int32Kernel | None:
         installed = importlib.metadata.version(kernel.package)
     except importlib.metadata.PackageNotFoundError:  # a copy without its metadata: of any version
         return kernel
-    return None if _numbers(installed) >= _numbers(kernel.mended) else kernel
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(n) for n in re.findall(r"\d+", version)[:3]]
+    return None if Version(installed) >= Version(kernel.mended) else kernel

@@ -8,14 +8,16 @@ is the same to the bit. Pages that no query sees (other documents, keys that a w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from alstlib.kernels.attention import add_gradients, add_pieces, with_sinks
+from alstlib.base.recompute import sum_dtype
+from alstlib.base.reference import OutputAndLse
+from alstlib.kernels.attention import add_gradients, add_pieces, merge
 from alstlib.kernels.backends import Backend
 from alstlib.kernels.rule import Attended, Rule
 from alstlib.kernels.spans import Piece, Span, pieces_of_pages
@@ -64,6 +66,8 @@ class HeadPart:
     """Which of the queries see which keys; none for heads that see all documents."""
     batch: int = 0
     """Number of samples that each head's run of stored queries holds; 0 for stored heads."""
+    sees: Callable[[int, int], bool] = lambda sample, page: True
+    """Function that says of a sample whether the queries see a page that holds keys of their spans."""
 
     def queries_of(self, x: Tensor) -> Tensor:
         """The view of stored queries, outputs or logsumexps, [B, heads, C, ...]."""
@@ -76,51 +80,22 @@ class HeadPart:
         """The view of keys or values [B, K, R, ...]."""
         return x[:, self.kv]
 
-    def by_kv_head(self) -> list[HeadPart]:
-        """A part for each key/value head."""
-        n = self.kv.stop - self.kv.start
-        each, found = (self.heads.stop - self.heads.start) // n, []
-        for i in range(n) if n > 1 else ():
-            heads, stored = (slice(at.start + i * each, at.start + (i + 1) * each) for at in (self.heads, self.stored))
-            kv = slice(self.kv.start + i, self.kv.start + i + 1)
-            found.append(replace(self, heads=heads, stored=stored, kv=kv))
-        return found or [self]
 
-
-@dataclass(frozen=True)
-class Choice:
-    """Pages before their own that the queries of a chunk see; the others are left out."""
-
-    seen: Tensor
-    """Which pages are seen: boolean [B, K, pages before the own], for the key/value heads of the model, on the CPU."""
-    heads: int
-    """Number of the model's query heads."""
-
-    def sees(self, part: HeadPart, batch: int, page: int) -> bool:
-        """Whether the heads of a part, which have one key/value head, see this page."""
-        kv = part.heads.start * self.seen.shape[1] // self.heads
-        return page >= self.seen.shape[2] or bool(self.seen[batch, kv, page])
-
-
-def _calls(
-    parts: Iterable[HeadPart], rule: Rule, pages: Pages, own: int, choice: Choice | None
-) -> dict[int, list[tuple[HeadPart, Piece]]]:
+def _calls(parts: Iterable[HeadPart], rule: Rule, pages: Pages, own: int) -> dict[int, list[tuple[HeadPart, Piece]]]:
     """The calls on each page that is needed, the queries' own first."""
     calls: dict[int, list[tuple[HeadPart, Piece]]] = {own: []}
-    if choice is not None:
-        parts = [one for part in parts for one in part.by_kv_head()]
     for part in parts:
         for span in part.spans:
             for at, piece in pieces_of_pages(span, rule.window, pages.find):
-                if choice is None or choice.sees(part, span.batch, at):
+                if part.sees(span.batch, at):
                     calls.setdefault(at, []).append((part, piece))
     return {at: calls[at] for at in [own, *sorted(calls.keys() - {own})]}
 
 
 def forward(
     backend: Backend, q: Tensor, width: int, pages: Pages, own: int, parts: Sequence[HeadPart], rule: Rule,
-    sinks: Tensor | None = None, choice: Choice | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    sinks: Tensor | None = None,
+) -> OutputAndLse:  # fmt: skip
     """Causal attention of queries q over the pages that they see -> (out [B, H, C, V], lse [B, H, C] in fp32).
 
     Args:
@@ -128,11 +103,10 @@ def forward(
         own: the page in which the queries' own keys lie.
         parts: all heads of q.
         sinks: scores of the model's attention sinks, one for each of its heads.
-        choice: which pages are seen; None: all that hold keys of the queries' documents and windows.
     """
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide = sum_dtype(q)
     out, lse = q.new_empty(*q.shape[:3], width, dtype=wide), q.new_empty(q.shape[:3], dtype=wide)
-    calls = _calls(parts, rule, pages, own, choice)
+    calls = _calls(parts, rule, pages, own)
     with torch.autocast(q.device.type, enabled=False):
         for page in pages.visit(list(calls)):
             for part, piece in calls[page.index]:
@@ -142,10 +116,13 @@ def forward(
 
 
 def add_sinks(parts: Sequence[HeadPart], out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
-    """Change output and logsumexp of these heads as the model's attention sinks do, where it has some."""
-    if sinks is not None:
-        for part in parts:
-            with_sinks(part.queries_of(out), part.queries_of(lse), sinks[part.heads])
+    """Change output and logsumexp of these heads as the model's attention sinks do, where it has some: each is a
+    further key that has a score and no value."""
+    if sinks is None:
+        return
+    for part in parts:
+        mine, total, score = part.queries_of(out), part.queries_of(lse), sinks[part.heads].to(lse.dtype)
+        total.copy_(merge(mine, total, lse.new_zeros(()).expand_as(mine), score[None, :, None])[1])
 
 
 def sinks_backward(parts: Sequence[HeadPart], delta: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
@@ -160,15 +137,15 @@ def sinks_backward(parts: Sequence[HeadPart], delta: Tensor, lse: Tensor, sinks:
 
 def backward(
     backend: Backend, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, pages: Pages, own: int,
-    parts: Sequence[HeadPart], rule: Rule, choice: Choice | None = None,
+    parts: Sequence[HeadPart], rule: Rule,
 ) -> tuple[Tensor, Page]:  # fmt: skip
     """Gradients of `forward` -> (dq [B, H, C, D], the page `own`).
 
     What the queries contribute to the gradients of the keys and values they saw is added to the pages' sums: with the
     output and logsumexp over all keys, each page gives its own share exactly (FlashAttention-2, section 3.1.2).
     """
-    dq = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
-    calls, first = _calls(parts, rule, pages, own, choice), None
+    dq = torch.zeros_like(q, dtype=sum_dtype(q))
+    calls, first = _calls(parts, rule, pages, own), None
     with torch.autocast(q.device.type, enabled=False):
         for page in pages.visit(list(calls), sums=True):
             first = first or page

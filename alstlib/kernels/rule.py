@@ -18,11 +18,6 @@ class Rule:
     softcap: float | None = None
     """The number c with which scores s become c * tanh(s / c); None for none."""
 
-    @property
-    def given(self) -> dict[str, Any]:
-        """Keyword arguments of a kernel besides the scale."""
-        return {} if self.softcap is None else {"softcap": self.softcap}
-
 
 class Packed(NamedTuple):
     """The documents of a batch that one call of a kernel takes, as the [B * S] tokens of one sequence."""

@@ -20,11 +20,10 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
+from alstlib.base.reference import Documents
 from alstlib.base.sizing import keys_of_a_call
 
 T = TypeVar("T")
-
-Documents = Sequence[int] | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from alstlib.base import reference
+from alstlib.base.recompute import sum_dtype
 from alstlib.kernels.rule import Attended
 
 TOLERANCE = 0.05
@@ -48,7 +49,7 @@ class UserAttention:
         return self._run(q, k, v, **how)
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Sequence[Tensor]:
-        made, wide = self.fn(q, k, v, **how), torch.promote_types(q.dtype, torch.float32)
+        made, wide = self.fn(q, k, v, **how), sum_dtype(q)
         pair = made if isinstance(made, (tuple, list)) else [made]
         shapes = [getattr(t, "shape", None) for t in pair]
         if shapes != [q.shape, q.shape[:3]] or torch.promote_types(pair[1].dtype, wide) != pair[1].dtype:

@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
+from alstlib.base.reference import OutputAndState
 from alstlib.linear.pass_state import pass_state
 from alstlib.linear.rule import StateRule
 from alstlib.ulysses.alltoall import Exchange, Swap
@@ -27,7 +28,7 @@ from alstlib.ulysses.alltoall import Exchange, Swap
 
 def by_heads(
     rule: StateRule, tokens: Sequence[Tensor], weights: Sequence[Tensor], exchange: Exchange, *more: Any, **how: Any
-) -> tuple[Tensor, Tensor]:
+) -> OutputAndState:
     """What `pass_state` returns, by an exchange of tokens for heads: the output [B, L, H, V] for this rank's
     tokens, and the state [B, H / P, ..] of this rank's heads after the tokens of all ranks.
 

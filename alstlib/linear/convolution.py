@@ -14,9 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from alstlib.base.recompute import first_order
+from alstlib.base.reference import OutputAndState
 from alstlib.kernels.spans import Documents, document_spans, once
 from alstlib.ulysses.alltoall import Exchange
 
@@ -24,7 +26,7 @@ from alstlib.ulysses.alltoall import Exchange
 def causal_convolution(
     convolve: Callable[[Tensor], Tensor], x: Tensor, width: int, exchange: Exchange, documents: Documents = None, *,
     start: Tensor | None = None, first: int = 0, length: int | None = None, known: dict[str, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> OutputAndState:  # fmt: skip
     """x [B, C, L], this rank's tokens -> their outputs [B, C, L], and the last W - 1 tokens of all ranks.
 
     The tokens of all ranks may be a part of the sequence (a chunk): then `start` [B, C, W - 1] are the tokens before
@@ -52,7 +54,7 @@ def causal_convolution(
         return convolve(x)[..., around:], end
     length = local * exchange.ranks if length is None else length
     columns, places = _columns(documents, x.shape[0], local, around, first + exchange.rank * local, length, x.device)
-    flat = torch.nn.functional.pad(x, (0, 1)).transpose(0, 1).flatten(1)  # the last column of each sample is zero
+    flat = F.pad(x, (0, 1)).transpose(0, 1).flatten(1)  # the last column of each sample is zero
     out = convolve(flat[None, :, columns])[0, :, places]
     return out.unflatten(1, (x.shape[0], local)).transpose(0, 1), end
 
@@ -64,16 +66,14 @@ def _columns(
     document; and the places in it of this rank's tokens, which begin with the token `first` of the sequence."""
 
     def make() -> tuple[Tensor, Tensor]:
-        columns: list[Tensor] = []
-        places: list[Tensor] = []
-        at = 0
+        columns, places, at = [], [], 0
         for span in document_spans(documents, batch, length, first, first + local):
             begin = span.at - (span.end - span.queries - span.begin)
             tokens = torch.arange(span.at - around, span.at + span.queries)
+            places.append(torch.arange(at + around, at + len(tokens)))
+            at += len(tokens)
             tokens = tokens.where(tokens >= begin, local)  # earlier ones are of another document: a zero
             columns.append(tokens + span.batch * (around + local + 1) + around)
-            places.append(torch.arange(at + around, at + around + span.queries))
-            at += around + span.queries
         return torch.cat(columns).to(device), torch.cat(places).to(device)
 
     return once(documents, ("columns", batch, local, around, first, length, device), make)
@@ -101,7 +101,7 @@ class _TokensAround(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, before: Tensor, end: Tensor) -> tuple[Tensor | None, ...]:
         exchange, given, count = ctx.exchange, ctx.given, before.shape[2]
-        line = torch.nn.functional.pad(end, (exchange.ranks * given, 0))
+        line = F.pad(end, (exchange.ranks * given, 0))
         for rank, theirs in enumerate(exchange.gather(before)):
             line[..., rank * given : rank * given + count] += theirs
         at = count + exchange.rank * given

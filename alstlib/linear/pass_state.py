@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from alstlib.base.recompute import GradientSums, first_order
+from alstlib.base.reference import OutputAndState
 from alstlib.kernels.spans import Documents
 from alstlib.linear.documents import KernelRun, runs_of
 from alstlib.linear.rule import StateRule
@@ -38,7 +39,7 @@ def pass_state(
     rule: StateRule, tokens: Sequence[Tensor], weights: Sequence[Tensor], exchange: Exchange,
     documents: Documents = None, *, start: Tensor | None = None, first: int = 0, length: int | None = None,
     known: dict[str, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> OutputAndState:  # fmt: skip
     """The layer's output [B, L, ..] for this rank's tokens, and the state after the tokens of all ranks.
 
     The tokens of all ranks may be a part of the sequence (a chunk): then `start` is the state before them, the same on
@@ -141,7 +142,7 @@ class _SliceCall:
 
 class _StatesPassed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own: _SliceCall, start: Any, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, own: _SliceCall, start: Any, *tensors: Tensor) -> OutputAndState:
         runs, known, before = own.runs, own.known, start
         out: Any = None
         ran = {run: own.run(run, tensors) for run in runs if not run.goes_on}

@@ -1,5 +1,5 @@
-"""The sizes of a layer with a state, from which follow its way over ranks and what that sends. Without torch, so that a
-plan knows it too."""
+"""The sizes of a layer with a state, from which follows its way over ranks. Without torch, so that a plan knows it
+too (`planner.state_ways` has what it sends and computes)."""
 
 from __future__ import annotations
 
@@ -41,24 +41,8 @@ class StateLayer:
     def heads(self) -> int:
         return self.output.groups
 
-    def forward_flops(self, more: int = 0) -> float:
-        """Operations of one token in one head, where the kernel works in chunks, with so many more values."""
-        keys, values = self.keys, self.values + more
-        if self.matrix:
-            return 6.0 * keys * values + self.chunk_size * (5 * keys + 3 * values)
-        return 4.0 * keys * values + 2 * self.chunk_size * (keys + values)
-
-    def pair_bytes(self, batch: int = 1) -> int:
-        """Bytes of (M, U) of all heads in fp32."""
-        return batch * self.heads * (self.keys * self.values + (self.keys**2 if self.matrix else 1)) * 4
-
     def way(self, option: str, ranks: int) -> str:
         """`heads` where several ranks can have equally many whole heads each, with groups split or shared evenly, else
         `pass`; an `option` other than `auto` is taken where it can be."""
         even = self.heads % ranks == 0 and all(s.groups % ranks == 0 or ranks % s.groups == 0 for s in self.inputs)
         return "heads" if option != "pass" and ranks > 1 and even else "pass"
-
-    def exchanged(self, ranks: int) -> int:
-        """Bytes of each of its tokens that a rank sends to others in a forward by heads, and again in its backward."""
-        needs = [max(1, sent.groups // ranks) * sent.width * sent.element_bytes for sent in (*self.inputs, self.output)]
-        return sum(needs) * (ranks - 1)

@@ -16,7 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from alstlib.base.recompute import Replay, Saved, Values, first_order, those_that_train, unchanged
+from alstlib.base.recompute import (
+    Replay,
+    Saved,
+    Values,
+    first_order,
+    parents_of,
+    tensors_of,
+    those_that_train,
+    unchanged,
+)
 from alstlib.offload.host_store import HostStore
 from alstlib.offload.storage import Storage
 
@@ -93,7 +102,7 @@ class _Checkpointed:
         with torch.no_grad(), self.replay():
             out = self.run(x, *self.rest)
         self.kept = self.saved.leave()
-        return _first(out)
+        return tensors_of(out)[0]
 
     def outputs(self, device: torch.device) -> list[Tensor]:
         """Attention outputs, on the device, for the only time."""
@@ -101,10 +110,6 @@ class _Checkpointed:
             self.kept, self.ticket = self.store.get(self.ticket, device), None
         kept, self.kept = self.kept, []
         return kept
-
-
-def _first(out: Any) -> Tensor:
-    return out if isinstance(out, Tensor) else out[0]
 
 
 class _Checkpoint(torch.autograd.Function):
@@ -129,7 +134,7 @@ class _Checkpoint(torch.autograd.Function):
                 member.ticket = store.ticket(next(m.ticket for m in reversed(segment.members) if m and m.ticket))
             for t in kept:
                 store.put(member.ticket, t)
-        ctx.index = segment.add(member, _first(out))
+        ctx.index = segment.add(member, tensors_of(out)[0])
         return out
 
     @staticmethod
@@ -152,8 +157,8 @@ class _Checkpoint(torch.autograd.Function):
             out = _recompute(member, leaves, kept)
         del kept
         member.saved.leave()
-        outs = (out,) if isinstance(out, Tensor) else out
-        pairs = [(o, g) for o, g in zip(outs, grads) if isinstance(o, Tensor) and o.requires_grad and g is not None]
+        outs = zip(tensors_of(out), grads)
+        pairs = [(o, g) for o, g in outs if isinstance(o, Tensor) and o.requires_grad and g is not None]
         del out, outs
         roots, grads = [o for o, _ in pairs], tuple(g for _, g in pairs)
         del pairs
@@ -172,16 +177,9 @@ class _Checkpoint(torch.autograd.Function):
 
 def leaves_of(roots: Sequence[Tensor], known: Sequence[Tensor] = ()) -> list[Tensor]:
     """The leaves of the graph of these tensors that need a gradient, without those that are known."""
-    mine, found, stack = {id(t) for t in known}, [], [t.grad_fn for t in roots]
-    seen = set(stack)
-    while stack:
-        node: Any = stack.pop()
-        if (leaf := getattr(node, "variable", None)) is not None and id(leaf) not in mine:
-            found.append(leaf)
-        new = {child for child, _ in node.next_functions if child is not None} - seen
-        seen |= new
-        stack += new
-    return found
+    mine = {id(t) for t in known}
+    found = (getattr(node, "variable", None) for node in parents_of(roots))
+    return [leaf for leaf in found if leaf is not None and id(leaf) not in mine]
 
 
 def _recompute(member: _Checkpointed, leaves: list[Tensor], kept: list[Tensor]) -> Any:

@@ -19,6 +19,9 @@ from torch import Tensor
 from alstlib.base.mesh import accelerator
 from alstlib.offload.storage import Storage
 
+Coming = Callable[[], list[Tensor]]
+"""Function that gives tensors which are on their way to the device."""
+
 
 class Courier:
     """Copies parts of host tensors to a device and back, in the order of the device's computation.
@@ -61,7 +64,7 @@ class Courier:
             compute.wait_event(done_before)
         return done
 
-    def fetch(self, *parts: Tensor, after: Any = None) -> Callable[[], list[Tensor]]:
+    def fetch(self, *parts: Tensor, after: Any = None) -> Coming:
         """Start to bring parts of host tensors to the device; `after` is what `send` returned for them, if it was in
         this pass. Returns a function that gives the parts on the device."""
         self._used = True
@@ -120,6 +123,11 @@ class Courier:
                 stream.synchronize()
         self.leaving.clear()
         self._used = False
+
+
+def gapless(x: Tensor) -> Tensor:
+    """x without its graph, and copied where its elements do not lie side by side."""
+    return x.detach().contiguous() if has_gaps(x) else x.detach()
 
 
 def has_gaps(x: Tensor) -> bool:

@@ -12,7 +12,6 @@ file was written with 0.15 GB/s.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import fcntl
@@ -30,13 +29,17 @@ from torch import Tensor
 
 from alstlib.base.mesh import SPContext, accelerator
 from alstlib.base.options import Disk
-from alstlib.base.sizing import PAGE, STAGED, Spread, padded
-from alstlib.offload.courier import Courier, has_gaps
-from alstlib.offload.host_store import HostStore, Mode, Ticket
+from alstlib.base.sizing import PAGE, STAGED, Spread, padded, ranks_here
+from alstlib.offload.courier import Courier, gapless
+from alstlib.offload.host_store import HostStore, Mode, Ticket, laid_out
 
 PIECE = 16 * 2**20
 """Bytes that one call reads or writes."""
 THREADS = 4
+Ready = Callable[[], None]
+"""Function that returns once memory may be read or written."""
+Moves = list[Future[None]]
+"""Pieces that are written or read, each with whether it is done."""
 PATIENCE = 120.0
 """Seconds without a piece read or written, after which the disk counts as failed: engines' own limits are longer."""
 
@@ -93,8 +96,8 @@ class DiskFile:
 
     def room(self) -> int:
         """Bytes that may still be taken."""
-        about, ranks = os.fstatvfs(self.descriptor), max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        free = about.f_bavail * about.f_frsize // ranks + self.size - self.end
+        about = os.fstatvfs(self.descriptor)
+        free = about.f_bavail * about.f_frsize // ranks_here() + self.size - self.end
         return free if self.limit is None else min(free, self.limit - self.end)
 
     def allocate(self, nbytes: int) -> None:
@@ -110,19 +113,17 @@ class DiskFile:
         self.peak = max(self.peak, self.held)
         return place
 
-    def write(self, memory: Tensor, place: int, ready: Callable[[], None]) -> list[Future[None]]:
+    def write(self, memory: Tensor, place: int, ready: Ready) -> Moves:
         """Write memory, whole pages of it, once `ready` returns."""
         self.written += padded(memory.nbytes)
         return self._pieces(lambda view, at: os.pwrite(self.descriptor, view, at), memory, place, ready)
 
-    def fill(self, memory: Tensor, place: int, ready: Callable[[], None]) -> list[Future[None]]:
+    def fill(self, memory: Tensor, place: int, ready: Ready) -> Moves:
         """Read into memory, once `ready` returns."""
         self.read += padded(memory.nbytes)
         return self._pieces(lambda view, at: os.preadv(self.descriptor, [view], at), memory, place, ready)
 
-    def _pieces(
-        self, move: Callable[[memoryview, int], int], memory: Tensor, place: int, ready: Callable[[], None]
-    ) -> list[Future[None]]:
+    def _pieces(self, move: Callable[[memoryview, int], int], memory: Tensor, place: int, ready: Ready) -> Moves:
         # by its address: a thread that had the tensor could be the last to have it, and would give its slab back
         if self.direct and memory.data_ptr() % PAGE:  # pinned by PyTorch, for accelerators other than CUDA's
             fcntl.fcntl(self.descriptor, fcntl.F_SETFL, fcntl.fcntl(self.descriptor, fcntl.F_GETFL) & ~os.O_DIRECT)
@@ -149,13 +150,11 @@ def _close(threads: ThreadPoolExecutor, descriptor: int) -> None:
 
 @dataclass
 class _Away:
-    """A tensor on the disk."""
+    """A tensor on the disk; in its place the ticket has one without memory."""
 
     place: int
-    like: tuple[Any, ...]
-    """Its shape, strides, dtype and bytes."""
-    writes: list[Future[None]]
-    reads: list[Future[None]] = field(default_factory=list)
+    writes: Moves
+    reads: Moves = field(default_factory=list)
     memory: Tensor | None = None
     """Where it is read to."""
 
@@ -181,7 +180,7 @@ class DiskTicket(Ticket):
         return bool(self.kept) and not self.away and not self.parked
 
     def release(self) -> None:
-        self.store.file.held -= sum(padded(one.like[3]) for one in self.away.values())
+        self.store.file.held -= sum(padded(self.kept[place][0].nbytes) for place in self.away)
         self.away = {}
         super().release()
 
@@ -200,12 +199,14 @@ class DiskStore(HostStore):
         self.used = False
         """Whether this forward uses the disk, on some rank."""
         self._spread, self._staged = Spread(0, 1), 0
-        self._writing: list[tuple[list[Future[None]], Tensor]] = []
+        self._writing: list[tuple[Moves, Tensor]] = []
         """What is written, and its memory, which must stay until then."""
-        self._reading: list[tuple[list[Future[None]], Tensor]] = []
+        self._reading: list[tuple[Moves, Tensor]] = []
 
     def disk_room(self) -> int:
-        self._finish_dropped()
+        if self.file.held == 0:  # after writes of graphs that were dropped, the file begins anew
+            self._finish([*self._writing, *self._reading])
+            self.file.end = 0
         return max(0, self.file.room())
 
     def share(self, spread: Spread, away: int, staged: int) -> None:
@@ -229,13 +230,12 @@ class DiskStore(HostStore):
         if self._spread.stays(x.nbytes):
             super().put(ticket, x)
             return
-        x = x.detach()
-        x = x.contiguous() if has_gaps(x) else x
+        x = gapless(x)
         if not self._has_room(ticket, x):
             return
         memory = self.lease((padded(x.nbytes),), torch.uint8, x.device)
         courier = Courier(self, x.device, self._leaving)
-        sent = courier.send(memory[: x.nbytes].view(x.dtype).as_strided(x.shape, x.stride()), x)
+        sent = courier.send(laid_out(memory, x), x)
         if sent is None and courier.here is not None:
             sent = courier.compute.record_event()
         self._write(ticket, x, memory, _nothing if sent is None else sent.synchronize)
@@ -271,12 +271,12 @@ class DiskStore(HostStore):
 
     # ----- on its way
 
-    def _write(self, ticket: DiskTicket, like: Tensor, memory: Tensor, ready: Callable[[], None]) -> None:
+    def _write(self, ticket: DiskTicket, like: Tensor, memory: Tensor, ready: Ready) -> None:
         place = self.file.take(padded(like.nbytes))
         writes = self.file.write(memory, place, ready)
         self._writing.append((writes, memory))
-        ticket.away[len(ticket.kept)] = _Away(place, (like.shape, like.stride(), like.dtype, like.nbytes), writes)
-        ticket.kept.append((like.new_empty(0, device="cpu"), None))
+        ticket.away[len(ticket.kept)] = _Away(place, writes)
+        ticket.kept.append((like.to("meta"), None))
 
     def _bring(self, ticket: DiskTicket, device: torch.device) -> None:
         """Have what a ticket keeps on the host, and start to read for the next two layers. What is still to be written
@@ -296,9 +296,8 @@ class DiskStore(HostStore):
                 self._wait(away.reads)
                 if away.memory is None:  # the disk has failed
                     continue
-                shape, stride, dtype, nbytes = away.like
-                one.kept[place] = (away.memory[:nbytes].view(dtype).as_strided(shape, stride), None)
-                self.file.held -= padded(nbytes)
+                one.kept[place] = (laid_out(away.memory, one.kept[place][0]), None)
+                self.file.held -= padded(one.kept[place][0].nbytes)
             one.away = {}
         if ticket.leads and ticket.used:
             self._agree()
@@ -306,8 +305,8 @@ class DiskStore(HostStore):
             raise DiskFailed(self.failed)
         self._reap()
 
-    def _read(self, ticket: DiskTicket, device: torch.device, ready: Callable[[], None]) -> None:
-        for away in ticket.away.values():
+    def _read(self, ticket: DiskTicket, device: torch.device, ready: Ready) -> None:
+        for place, away in ticket.away.items():
             if away.memory is not None or self.failed:
                 continue
 
@@ -316,7 +315,7 @@ class DiskStore(HostStore):
                 for one in writes:
                     one.result()
 
-            away.memory = self.lease((padded(away.like[3]),), torch.uint8, device)
+            away.memory = self.lease((padded(ticket.kept[place][0].nbytes),), torch.uint8, device)
             away.reads = self.file.fill(away.memory, away.place, written)
             self._reading.append((away.reads, away.memory))
 
@@ -344,26 +343,15 @@ class DiskStore(HostStore):
                     self._fail("failed", error)
 
     def _reap(self) -> None:
-        """Let memory go that is written or read."""
+        """Let memory go that is written or read; the oldest comes first."""
         for moving in (self._writing, self._reading):
-            left = []
-            for one in moving:
-                if all(move.done() for move in one[0]):
-                    self._wait(one[0])
-                else:
-                    left.append(one)
-            moving[:] = left
+            while moving and all(move.done() for move in moving[0][0]):
+                self._wait(moving.pop(0)[0])
 
-    def _finish(self, moving: Sequence[tuple[list[Future[None]], Tensor]]) -> None:
+    def _finish(self, moving: Sequence[tuple[Moves, Tensor]]) -> None:
         for moves, _ in moving:
             self._wait(moves)
         self._reap()
-
-    def _finish_dropped(self) -> None:
-        """Where nothing is held, wait for writes of graphs that were dropped, and begin at the file's beginning."""
-        if self.file.held == 0:
-            self._finish([*self._writing, *self._reading])
-            self.file.end = 0
 
     def _fail(self, what: str, error: BaseException | None = None) -> None:
         why = "" if error is None else f" ({getattr(error, 'strerror', None) or error})"
@@ -393,9 +381,9 @@ def check_disk(disk: Disk) -> str:
     Raises:
         ValueError: it takes none.
     """
-    descriptor = unnamed_file(disk.folder)
-    with contextlib.closing(open(descriptor, "r+b", buffering=0)):
-        return "" if goes_direct(descriptor) else (
-            f"the file system of disk.folder={disk.folder!r} refuses direct access (O_DIRECT): checkpoints go through "
-            "the page cache, which is slower and takes memory"
-        )  # fmt: skip
+    file = DiskFile(disk.folder)
+    file.close()
+    return "" if file.direct else (
+        f"the file system of disk.folder={disk.folder!r} refuses direct access (O_DIRECT): checkpoints go through "
+        "the page cache, which is slower and takes memory"
+    )  # fmt: skip

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,8 +24,8 @@ from torch import Tensor
 from torch._guards import active_fake_mode
 
 from alstlib.base.mesh import accelerator
-from alstlib.base.sizing import host_free
-from alstlib.offload.courier import Courier, has_gaps
+from alstlib.base.sizing import host_free, ranks_here
+from alstlib.offload.courier import Coming, Courier, gapless
 
 Mode = Literal["none", "sync", "async"]
 
@@ -36,9 +35,9 @@ class HostOutOfMemory(MemoryError):
 
 
 def host_available() -> int:
-    """Bytes of host memory that this process may still take: what is free, shared evenly by the ranks of this machine
-    (LOCAL_WORLD_SIZE)."""
-    return host_free() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    """Bytes of host memory that this process may still take: what is free, shared evenly by the ranks of this
+    machine."""
+    return host_free() // ranks_here()
 
 
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
@@ -71,10 +70,6 @@ class _Slab:
                 raise HostOutOfMemory(f"cannot pin {nbytes:,} bytes of host memory (CUDA error {failed})")
             self.pinned_by = here
 
-    def view(self, like: Tensor) -> Tensor:
-        """A tensor in this memory with the shape and the strides of `like`, which has no gaps."""
-        return self.bytes[: like.nbytes].view(like.dtype).as_strided(like.shape, like.stride())
-
     def tensor(self, shape: Sequence[int], dtype: torch.dtype, told: Callable[[Tensor], None] | None) -> Tensor:
         """A tensor in this memory, with a storage of its own that ends when nobody has it or a view of it."""
         flat = torch.frombuffer(self.mapped, dtype=dtype, count=math.prod(shape))
@@ -91,6 +86,11 @@ class _Slab:
                 here.cudart().cudaHostUnregister(self.bytes.data_ptr())
 
 
+def laid_out(memory: Tensor, like: Tensor) -> Tensor:
+    """A tensor in this memory, of bytes, with the shape and the strides of `like`, which has no gaps."""
+    return memory[: like.nbytes].view(like.dtype).as_strided(like.shape, like.stride())
+
+
 class Ticket:
     """What one checkpoint keeps. Its slabs return to the store when it is read or when its graph is dropped.
 
@@ -104,7 +104,7 @@ class Ticket:
         self.kept: list[tuple[Tensor, _Slab | None]] = []  # (host tensor, slab), or (device tensor, None)
         self.sent: Any = None
         """Event after which all of it is on the host; None where nothing has to be waited for."""
-        self.coming: Callable[[], list[Tensor]] | None = None
+        self.coming: Coming | None = None
         """Function that gives its tensors on the device, where they are on their way."""
         if after is None:
             self.next, store.latest = store.latest, weakref.ref(self)
@@ -116,7 +116,7 @@ class Ticket:
         """Whether its tensors are on the host, to be brought to the device."""
         return bool(self.kept)
 
-    def fetch(self, courier: Courier) -> Callable[[], list[Tensor]]:
+    def fetch(self, courier: Courier) -> Coming:
         # waits for the ticket's own, and not for all that is leaving: sums of pages may have been sent since
         return courier.fetch(*(host for host, _ in self.kept), after=self.sent)
 
@@ -180,13 +180,12 @@ class HostStore:
 
     def put(self, ticket: Ticket, x: Tensor) -> None:
         """Keep x under a ticket. It comes back with the strides that it has: a permuted one is not copied first."""
-        x = x.detach()
         if self.mode == "none":
-            ticket.kept.append((x, None))
+            ticket.kept.append((x.detach(), None))
             return
-        x = x.contiguous() if has_gaps(x) else x
+        x = gapless(x)
         slab = self._slab(x.nbytes, x.device)
-        ticket.kept.append((slab.view(x), slab))
+        ticket.kept.append((laid_out(slab.bytes, x), slab))
         ticket.sent = Courier(self, x.device, self._leaving).send(ticket.kept[-1][0], x)
 
     def get(self, ticket: Ticket, device: torch.device) -> list[Tensor]:

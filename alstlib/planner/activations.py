@@ -232,7 +232,7 @@ def _by_blocks(
     """A model that runs block by block: `one` block is a sample of its own, beside pages of all layers' keys."""
     assert run.block is not None
     length, tokens, element = run.block * ranks, run.block * run.data.batch_size, element_bytes(run, device)
-    heads = max(kv_needed(shape.heads, shape.kv_heads, ranks))
+    heads = kv_needed(shape.heads, shape.kv_heads, ranks)
     page = keys_and_values(tokens * ranks, heads, shape.head_dim + shape.value_dim, element)
     blocks = -(-seq_len // length)
     pages = shape.attending * page * (blocks - 1)  # the last block's are never kept

@@ -11,6 +11,7 @@ from alstlib.base.options import Options
 from alstlib.base.sizing import causal_pairs
 from alstlib.linear.ways import Sent, StateLayer
 from alstlib.planner.fits import facts_of, tower_of
+from alstlib.planner.state_ways import forward_flops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,7 @@ class Recurrence:
     @property
     def flops(self) -> float:
         """FLOPs of the recurrence of one layer in one forward, for each token."""
-        return self.layer.heads * self.layer.forward_flops() if self.layer else 0.0
+        return self.layer.heads * forward_flops(self.layer) if self.layer else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

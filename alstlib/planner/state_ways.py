@@ -33,6 +33,25 @@ def passes_of(run: RunConfig, tokens: int) -> tuple[int, int]:
     return (3, 3) if chunks else (1 + run.options.checkpoint + blocks, 1 + blocks)
 
 
+def forward_flops(layer: StateLayer, more: int = 0) -> float:
+    """Operations of one token in one head, where the kernel works in chunks, with so many more values."""
+    keys, values = layer.keys, layer.values + more
+    if layer.matrix:
+        return 6.0 * keys * values + layer.chunk_size * (5 * keys + 3 * values)
+    return 4.0 * keys * values + 2 * layer.chunk_size * (keys + values)
+
+
+def pair_bytes(layer: StateLayer, batch: int = 1) -> int:
+    """Bytes of (M, U) of all heads in fp32."""
+    return batch * layer.heads * (layer.keys * layer.values + (layer.keys**2 if layer.matrix else 1)) * 4
+
+
+def exchanged(layer: StateLayer, ranks: int) -> int:
+    """Bytes of each of its tokens that a rank sends to others in a forward by heads, and again in its backward."""
+    sent = (*layer.inputs, layer.output)
+    return sum(max(1, s.groups // ranks) * s.width * s.element_bytes for s in sent) * (ranks - 1)
+
+
 def counted(layer: StateLayer, tokens: int, batch: int = 1) -> int:
     """The largest product that the kernel of a recurrence counts in a call with so many tokens of each rank, whichever
     way it runs over ranks: one of its inputs, or Mamba-2's states of all chunks (`kernels.int32`)."""
@@ -57,8 +76,8 @@ def state_seconds(
     rates, (forwards, pairs) = rates_of("H100") if rates is None else rates, passes
     link = rates.network if nodes else rates.link
     if way == "heads":
-        return batch * tokens * (forwards + 1) * layer.exchanged(ranks) / link, 0.0
-    sent = (pairs + 1) * (ranks - 1) * layer.pair_bytes(batch)
-    again = pairs * layer.forward_flops(layer.keys if layer.matrix else 0) + 2 * layer.forward_flops()
+        return batch * tokens * (forwards + 1) * exchanged(layer, ranks) / link, 0.0
+    sent = (pairs + 1) * (ranks - 1) * pair_bytes(layer, batch)
+    again = pairs * forward_flops(layer, layer.keys if layer.matrix else 0) + 2 * forward_flops(layer)
     work = 0.0 if ranks == 1 else batch * tokens * layer.heads * again
     return sent / link, work / (RECURRENCE * rates.matmul)

@@ -79,7 +79,7 @@ def streaming_of(
     assert run.chunk is not None
     hidden = bool(run.options.offload) and run.options.place("hidden") != "device" and bool(run.options.tile("loss"))
     hidden = hidden and shape.images is None
-    heads = max(kv_needed(shape.heads, shape.kv_heads, ranks))
+    heads = kv_needed(shape.heads, shape.kv_heads, ranks)
     keys = keys_and_values(tokens * ranks, heads, shape.head_dim + shape.value_dim, element)
     tables = 2 * tokens * shape.head_dim * element if hidden else 0
     size, output = tokens * shape.width * element, output_bytes(shape, tokens, element)
@@ -119,7 +119,7 @@ def least_chunk(shape: Shape, rates: Rates, ranks: int = 1, element: int = 2) ->
     """Tokens of a rank in the shortest chunk with which copies of keys and values hide behind attention: a page comes
     from the host for each chunk of queries, in backward with the sums of its gradients, which go back too."""
     pair = 2 * shape.heads * (shape.head_dim + shape.value_dim)  # FLOPs of a query and a key, of all ranks together
-    per_token = max(kv_needed(shape.heads, shape.kv_heads, ranks)) * (shape.head_dim + shape.value_dim)  # of one rank
+    per_token = kv_needed(shape.heads, shape.kv_heads, ranks) * (shape.head_dim + shape.value_dim)  # of one rank
     forward = per_token * element / rates.host * rates.attention_forward / pair
     backward = per_token * (element + 4) / rates.host * rates.attention_backward / (2.5 * pair)
     return math.ceil(max(forward, backward))

@@ -100,11 +100,12 @@ class LayerChunk:
         if self.calls["attention"]:
             raise ValueError("chunk: a layer that calls attention more than once cannot run in chunks; use chunk=None")
         self.calls["attention"] += 1
-        self.op, self.page, self.choice = op, self.pages.find(self.first)[0], None
+        self.op = op
         self.way = op.way(q, k, v, sinks, documents, (self.first, self.last), self.pages.length, **how)
+        self.page, self.parts = self.pages.find(self.first)[0], self.way.layout.own
         if self.choices is not None and self.way.rule.window is None and not self.leaves_at:
             where = (self.first, self.last, self.pages)
-            self.choice = self.choices.of(q.detach(), k.detach(), *where, documents, op.exchange)
+            self.parts = self.choices.of(self.parts, q.detach(), k.detach(), *where, documents, op.exchange)
         if self.calls.total() == self.leaves_at:
             self.pages.fill(*self.way.layout.swap([], [k, v]))
             raise KeysDone
@@ -137,9 +138,7 @@ class _ChunkAttention(torch.autograd.Function):
         if new:
             piece.pages.fill(*new)
         piece.op.forward_calls += piece.last == piece.pages.length  # once a pass over the whole sequence
-        made = paged.forward(
-            backend, q, width, piece.pages, piece.page, layout.own, rule, ctx.sinks, piece.choice
-        )  # fmt: skip
+        made = paged.forward(backend, q, width, piece.pages, piece.page, piece.parts, rule, ctx.sinks)
         (out,) = layout.swap_back(made[0])
         if piece.graph:
             ctx.held = [q.detach(), *made]
@@ -158,8 +157,8 @@ class _ChunkAttention(torch.autograd.Function):
             out = output_with(delta, dout)
         elif not piece.kept:
             (dout,) = layout.swap([dout])
-        dsinks = gradient_of_sinks(ctx, layout, dout, out, lse, delta)
-        dq, page = paged.backward(backend, dout, q, out, lse, piece.pages, piece.page, layout.own, rule, piece.choice)
+        dsinks = gradient_of_sinks(ctx, layout.own, dout, out, lse, delta)
+        dq, page = paged.backward(backend, dout, q, out, lse, piece.pages, piece.page, piece.parts, rule)
         dk, dv = piece.pages.own(page, piece.first, piece.last, dq.dtype)
         return (*layout.swap_back(dq, dk, dv), dsinks, None)
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from alstlib.kernels.paged import Choice, Page
+from alstlib.kernels.paged import HeadPart, Page
 from alstlib.kernels.spans import Documents
 from alstlib.offload.courier import Courier
 from alstlib.ulysses.alltoall import Exchange
@@ -149,7 +149,8 @@ class PageChooser(Protocol):
     """The number of the sequence's tokens in a page; None: chosen as where every page is seen."""
 
     def of(
-        self, q: Tensor, k: Tensor, first: int, last: int, pages: LayerPages, documents: Documents, exchange: Exchange
-    ) -> Choice:
-        """What tokens [first, last) of the sequence see: q [B, H, C, D] and k [B, K, C, D] are this rank's of them.
-        Collective over the SP group."""
+        self, parts: Sequence[HeadPart], q: Tensor, k: Tensor, first: int, last: int, pages: LayerPages,
+        documents: Documents, exchange: Exchange,
+    ) -> list[HeadPart]:  # fmt: skip
+        """The parts of a rank's heads, cut where they see different pages, and what tokens [first, last) of the
+        sequence see: q [B, H, C, D] and k [B, K, C, D] are this rank's of them. Collective over the SP group."""

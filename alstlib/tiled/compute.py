@@ -23,11 +23,12 @@ from alstlib.base.recompute import (
     Replay,
     first_order,
     now,
+    tensors_of,
     those_that_train,
     unchanged,
     with_gradient,
 )
-from alstlib.base.sizing import default_tile
+from alstlib.base.sizing import default_tile, tiles_of
 from alstlib.offload.courier import Courier, Travel, parts_of, put_part, room_like
 
 
@@ -95,15 +96,6 @@ class _TiledCompute(torch.autograd.Function):
         if courier is not None:
             courier.finish()
         return None, None, grad_x, *sums.done(needs)
-
-
-def tiles_of(tokens: int, tile: int) -> list[slice]:
-    """Slices of `tile` tokens that cover all `tokens`; one empty slice for no tokens."""
-    return [slice(lo, min(lo + tile, tokens)) for lo in range(0, max(tokens, 1), tile)]
-
-
-def tensors_of(made: Any) -> tuple[Tensor, ...]:
-    return (made,) if isinstance(made, Tensor) else tuple(made)
 
 
 def _by_token(made: Tensor, x: Tensor, further: bool) -> Tensor:

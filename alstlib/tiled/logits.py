@@ -9,13 +9,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from alstlib.base.sizing import default_tile
+from alstlib.base.recompute import sum_dtype
+from alstlib.base.sizing import default_tile, tiles_of
 from alstlib.base.units import IGNORE
 from alstlib.offload.courier import Travel, parts_of, room_like
-from alstlib.tiled.compute import tiles_of
 
 
 def readable(tensor: Tensor) -> bool:
@@ -131,7 +132,7 @@ class Statistics:
     def of(self, logits: Tensor, labels: Tensor) -> Statistics:
         """Find the statistics of logits [..., V] that exist anyway, tile by tile."""
         flat, targets = logits.detach().flatten(0, -2), labels.flatten()
-        wide = torch.promote_types(flat.dtype, torch.float32)
+        wide = sum_dtype(flat)
         self.begin(labels, wide)
         for at in tiles_of(flat.shape[0], default_tile(flat.shape[1], 4, flat.device)):
             self.note(at, Softmax(flat[at].to(wide, copy=True), targets[at], statistics=True))
@@ -167,7 +168,7 @@ class HeadPass:
         self, call: HeadCall, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool]
     ) -> None:
         self.call, self.needs, self.shape = call, any(needs), hidden.shape
-        self.wide = torch.promote_types(hidden.dtype, torch.float32)
+        self.wide = sum_dtype(hidden)
         self.courier = None if call.travel is None else call.travel.courier()
         self.dtypes = weight.dtype, None if bias is None else bias.dtype
         self.hidden = room_like(self.courier, hidden.reshape(-1, hidden.shape[-1])) if needs[0] else None
@@ -184,7 +185,7 @@ class HeadPass:
         tiles = tiles_of(targets.shape[0], call.tile)
         for at, (part,) in zip(tiles, parts_of(self.courier, tiles, tokens)):
             part = part[0]
-            logits = call.transform(nn.functional.linear(part, weight, bias).to(self.wide))
+            logits = call.transform(F.linear(part, weight, bias).to(self.wide))
             transform = call.transform if self.needs else None
             one = Softmax(logits, targets[at], transform, call.statistics is not None, call.smoothing)
             del logits

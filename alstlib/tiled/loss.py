@@ -20,13 +20,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from alstlib.base.recompute import first_order
-from alstlib.base.sizing import default_tile
+from alstlib.base.recompute import first_order, sum_dtype
+from alstlib.base.sizing import default_tile, tiles_of
 from alstlib.base.units import IGNORE
 from alstlib.offload.courier import Travel
-from alstlib.tiled.compute import TiledModule, check_tile, tiled_compute, tiles_of
+from alstlib.tiled.compute import TiledModule, check_tile, tiled_compute
 from alstlib.tiled.logits import HeadCall, HeadPass, LogitTransform, Statistics, check_labels
 
 
@@ -119,7 +120,7 @@ def tiled_logits_loss(
         dtype = torch.get_autocast_dtype(kind)
         hidden = hidden.to(dtype)
     if statistics is not None:
-        statistics.begin(labels, torch.promote_types(hidden.dtype, torch.float32))
+        statistics.begin(labels, sum_dtype(hidden))
     tile = default_tile(weight.shape[0], 4, labels.device) if tile is None else check_tile(tile)
     transform = (transform or LogitTransform()).at(temperature or 1.0)
     call = HeadCall(labels, tile, dtype, transform, travel, statistics, label_smoothing)
@@ -176,7 +177,7 @@ class TiledHead(TiledModule):
         batch, length = labels.shape
         for at in tiles_of(length, self.tile or default_tile(self.vocabulary * batch, 4, labels.device)):
             logits = self.inner(hidden[:, at].to(labels.device))
-            look(self.transform(logits.to(torch.promote_types(logits.dtype, torch.float32))))
+            look(self.transform(logits.to(sum_dtype(logits))))
 
     def _through_module(
         self, hidden: Tensor, labels: Tensor, transform: LogitTransform, statistics: Statistics | None,
@@ -187,8 +188,8 @@ class TiledHead(TiledModule):
 
         def token_logps(part: Tensor, target: Tensor) -> Any:
             logits = self.inner(part)
-            logits = transform(logits.to(torch.promote_types(logits.dtype, torch.float32)))
-            loss = nn.functional.cross_entropy(
+            logits = transform(logits.to(sum_dtype(logits)))
+            loss = F.cross_entropy(
                 logits.flatten(0, 1), target.flatten(), reduction="none", ignore_index=IGNORE,
                 label_smoothing=smoothing,
             )  # fmt: skip

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from alstlib.base.recompute import Values
-from alstlib.tiled.compute import TiledMLP, is_norm, tensors_of
+from alstlib.base.recompute import Values, parents_of, tensors_of
+from alstlib.tiled.compute import TiledMLP, is_norm
 
 _HOOKS = (
     "PreBackwardFunctionForModuleBackward", "PostBackwardFunctionModuleBackward", "BackwardHookFunctionBackward"
@@ -172,7 +172,7 @@ class Unread:
     def accept(self, out: Any) -> bool:
         """Look at what a recompute that left them out returned (a tensor, or a tuple with tensors), before its
         backward; where it says False, the recompute has to run once more, and later ones leave nothing out."""
-        outs = [out] if isinstance(out, Tensor) else [o for o in out if isinstance(o, Tensor)]
+        outs = [o for o in tensors_of(out) if isinstance(o, Tensor)]
         accepted = not self.holds or all(output_unread(o, self.followers.values()) for o in outs)
         self.holds = self.holds and accepted
         for follower in self.followers.values():
@@ -186,27 +186,16 @@ def output_unread(out: Tensor, followers: Iterable[Follower] = ()) -> bool:
     Then a recompute may skip them. Tiles that did a follower's work must feed that follower and nothing else. Found
     from the graph of `out`, not from the model's name.
     """
-    # nodes above a tiled compute, found without recursion: a closure that calls itself would keep the graph alive
-    parents: dict[Any, list[Any]] = {}
-    above, stack = [], [out.grad_fn] if out.grad_fn is not None else []
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        if type(node).__name__ == "_TiledComputeBackward" and cast(Any, node).work.skip:
-            above.append(node)  # and go on below it: another may feed this one, which reads its input
-        for child, _ in node.next_functions:
-            if child is not None:
-                parents.setdefault(child, []).append(node)
-                if child not in seen:
-                    seen.add(child)
-                    stack.append(child)
+    parents = parents_of([out])
+    # below each of them too: another may feed it, which reads its input
+    above = [node for node in parents if type(node).__name__ == "_TiledComputeBackward" and cast(Any, node).work.skip]
     marked: set[Any] = set()
     while above:
-        for parent in parents.get(above.pop(), []):
+        for parent in parents[above.pop()]:
             if parent not in marked:
                 marked.add(parent)
                 above.append(parent)
-    inside = [f for f in followers if not seen.isdisjoint(f.tiles)]
+    inside = [f for f in followers if not parents.keys().isdisjoint(f.tiles)]
     return all(_reads_nothing(node) for node in marked) and all(f.alone_reads(parents) for f in inside)
 
 

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from alstlib.base.mesh import SPContext
-from alstlib.base.recompute import first_order
+from alstlib.base.mesh import SPContext, striped
+from alstlib.base.recompute import first_order, sum_dtype
 
 GLOO_TAKES_LISTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
 
@@ -58,14 +58,14 @@ class Exchange:
         self.bytes_sent = 0
         """Bytes that this rank has sent to other ranks since the exchange was made."""
 
-    def _count(self, sent: Tensor, messages: int) -> None:
-        """Count `messages` equal parts of which `sent` is one."""
-        self.bytes_sent += sent.numel() * sent.element_size() * messages
+    def _count(self, sent: Tensor) -> None:
+        """Count equal parts for all other ranks, of which `sent` is one."""
+        self.bytes_sent += sent.nbytes * (self.ranks - 1)
 
     def _swap(self, send: Tensor) -> Tensor:
         """send [P, ...] contiguous: part p goes to rank p -> parts by source rank, the same shape."""
         receive = _all_to_all(torch.empty_like(send), send, self.group)
-        self._count(send[0], self.ranks - 1)
+        self._count(send[0])
         return receive
 
     def swap_unequal(self, send: Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]) -> Tensor:
@@ -80,7 +80,7 @@ class Exchange:
             return x[None]
         everyone = x.new_empty(self.ranks, *x.shape)
         dist.all_gather(list(everyone), x.contiguous(), group=self.group)
-        self._count(x, self.ranks - 1)
+        self._count(x)
         return everyone.copy_(x.expand_as(everyone)) if emulated(self.group) else everyone
 
     def sum_parts(self, x: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ class Exchange:
                 part.unflatten(3, t.shape[3:]).copy_(t)
         whole = self._swap(send) if len(send) == self.ranks else self._share(send)
         if shared is not None:
-            wide = torch.promote_types(whole.dtype, torch.float32)
+            wide = sum_dtype(whole)
             whole = whole.unflatten(0, (shared, -1)).sum(1, dtype=wide).to(whole.dtype)
         parts = [part.unflatten(3, t.shape[3:]) for part, t in zip(whole.split(widths, 3), tensors)]
         if back:  # heads of all ranks, in order
@@ -137,7 +137,7 @@ class Exchange:
         if emulated(self.group):
             for part, given in zip(receive, sent):
                 part.copy_(given)
-        self._count(send[0], p - 1)
+        self._count(send[0])
         return receive
 
 
@@ -177,8 +177,14 @@ class _Unstripe(torch.autograd.Function):
 
 def _deal(x: Tensor, chunk: int, ctx: SPContext, back: bool = False) -> Tensor:
     """x [L, ...] of this rank's slice -> of its tokens of each chunk, or back."""
+    tokens, ranks, rank = len(x), ctx.sp, ctx.sp_rank
     with unset_fake_temporarily():  # a simulation must know too how many tokens go to which rank
-        order, to_ranks, from_ranks = _stripe_plan(len(x), chunk, ctx.sp, ctx.sp_rank)
+        at = torch.arange(tokens)
+        begin = at - at % chunk
+        to, *_ = striped(rank * tokens + at, tokens, chunk, ranks)
+        come_from = (ranks * begin + rank * (tokens - begin).clamp(max=chunk) + at - begin) // tokens
+        to_ranks, from_ranks = (torch.bincount(of, minlength=ranks).tolist() for of in (to, come_from))
+        order = torch.argsort(to, stable=True)
         order = torch.argsort(order) if back else order
     order = order.to(x.device)
     if back:
@@ -186,18 +192,6 @@ def _deal(x: Tensor, chunk: int, ctx: SPContext, back: bool = False) -> Tensor:
         return _all_to_all(torch.empty_like(send), send, ctx.sp_group, to_ranks, from_ranks)[order]
     send = x[order].contiguous()
     return _all_to_all(torch.empty_like(send), send, ctx.sp_group, from_ranks, to_ranks)
-
-
-def _stripe_plan(tokens: int, chunk: int, ranks: int, rank: int) -> tuple[Tensor, list[int], list[int]]:
-    """(this rank's tokens in the order in which they are sent, how many go to each rank, how many come from each)."""
-    at = torch.arange(tokens)
-    mine, begin = rank * tokens + at, at - at % chunk
-    to_begin = mine // (ranks * chunk) * chunk
-    # of a chunk that begins there in each slice, a rank has `chunk` tokens, or what is left
-    to = (mine - ranks * to_begin) // (tokens - to_begin).clamp(max=chunk)
-    come_from = (ranks * begin + rank * (tokens - begin).clamp(max=chunk) + at - begin) // tokens
-    count = [torch.bincount(ranks_of, minlength=ranks).tolist() for ranks_of in (to, come_from)]
-    return torch.argsort(to, stable=True), count[0], count[1]
 
 
 class Swap(torch.autograd.Function):

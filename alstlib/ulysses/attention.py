@@ -11,18 +11,18 @@ delta = rowsum(dO * O), one number for each token and head, and O' = delta / |dO
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from alstlib.base.mesh import SPContext
-from alstlib.base.recompute import Saved, first_order
+from alstlib.base.recompute import Saved, first_order, sum_dtype
 from alstlib.base.sizing import default_tile, kernel_device
 from alstlib.kernels.attention import query_tiles
 from alstlib.kernels.backends import Backend, choose_backend, of_user
-from alstlib.kernels.paged import add_sinks, sinks_backward
+from alstlib.kernels.paged import HeadPart, add_sinks, sinks_backward
 from alstlib.kernels.rule import Attended, Rule
 from alstlib.kernels.spans import Documents, Offsets, once
 from alstlib.ulysses.alltoall import Exchange
@@ -83,7 +83,7 @@ class UlyssesAttention:
             ValueError: the shapes do not belong together, or the kernel cannot run on this device.
         """
         way = self.way(q, k, v, sinks, documents, scale=scale, window=window, softcap=softcap)
-        return _Attention.apply(q, k, v, sinks, self, way, documents, saved)
+        return _Attention.apply(q, k, v, sinks, self, way, documents, saved or Saved(keep=False))
 
     def way(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, documents: Documents = None,
@@ -129,12 +129,12 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, op: UlyssesAttention, way: Way,
-        documents: Documents, saved: Saved | None,
+        documents: Documents, saved: Saved,
     ) -> Tensor:  # fmt: skip
-        ctx.way, ctx.documents, ctx.release = way, documents, saved is not None and saved.stage == "graph"
+        ctx.way, ctx.documents, ctx.release = way, documents, saved.stage == "graph"
         ctx.sinks = None if sinks is None else sinks.detach().clone()  # an engine may take the parameter away
-        ctx.from_saved = saved is not None and saved.replaying
-        if saved is not None and saved.replaying:
+        ctx.from_saved = saved.replaying
+        if saved.replaying:
             out, lse = saved.take()
             _keep(ctx, q, k, v, out, lse)
             return out.view_as(out)  # a tensor of its own: autograd must not mark the saved one as an output
@@ -145,7 +145,7 @@ class _Attention(torch.autograd.Function):
             add_sinks(layout.own, out_heads, lse, ctx.sinks)
         op.forward_calls += 1
         (out,) = layout.swap_back(out_heads)
-        if saved is not None and saved.active:
+        if saved.active:
             saved.tensors.append((out, lse))
         if any(ctx.needs_input_grad):
             _keep(ctx, qh, kh, vh, out_heads, lse)
@@ -162,7 +162,7 @@ class _Attention(torch.autograd.Function):
             (delta,) = layout.swap([delta_of(dout, out)])
             q, dout, k, v = layout.swap([q, dout], [k, v])
             out = output_with(delta, dout)
-        dsinks = gradient_of_sinks(ctx, layout, dout, out, lse, delta)
+        dsinks = gradient_of_sinks(ctx, layout.own, dout, out, lse, delta)
         with torch.autocast(dout.device.type, enabled=False):
             kept, how = Attended(q, k, v, out, lse), {"rule": ctx.way.rule, "cu_seqlens": ctx.documents}
             grads = layout.backward(ctx.way.backend, dout, kept, **how)
@@ -178,18 +178,18 @@ def _keep(ctx: Any, *tensors: Tensor) -> None:
 
 
 def gradient_of_sinks(
-    ctx: Any, layout: Layout, dout: Tensor, out: Tensor, lse: Tensor, delta: Tensor | None
+    ctx: Any, parts: Sequence[HeadPart], dout: Tensor, out: Tensor, lse: Tensor, delta: Tensor | None
 ) -> Tensor | None:
     """This rank's share of the gradient [H] of an autograd function's fourth input, the sinks, where it is wanted; all
     in head layout."""
     if ctx.sinks is None or not ctx.needs_input_grad[3]:
         return None
-    return sinks_backward(layout.own, delta_of(dout, out) if delta is None else delta, lse, ctx.sinks)
+    return sinks_backward(parts, delta_of(dout, out) if delta is None else delta, lse, ctx.sinks)
 
 
 def delta_of(dout: Tensor, out: Tensor) -> Tensor:
     """rowsum(dout * out) in fp32, [B, H, S, 1]: all that a kernel's backward reads of its output."""
-    wide = torch.promote_types(dout.dtype, torch.float32)
+    wide = sum_dtype(dout)
     delta = dout.new_empty(*dout.shape[:3], 1, dtype=wide)
     for at in query_tiles(dout, default_tile(dout.shape[1] * dout.shape[3], 4, dout.device)):
         torch.sum(dout[at].to(wide) * out[at], -1, keepdim=True, out=delta[at])

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import prod
 
 import torch
 from torch import Tensor
 
+from alstlib.base.recompute import sum_dtype
+from alstlib.base.reference import OutputAndLse
 from alstlib.kernels.attention import attention_backward, attention_forward
 from alstlib.kernels.backends import Backend
 from alstlib.kernels.paged import HeadPart
@@ -80,35 +81,35 @@ class SplitHeads:
             return t[:, :, rank * own : (rank + 1) * own] if whole else t[:, plan.messages[rank].kv]
 
         parts: list[list[Tensor]] = []
-        shapes: list[list[tuple[int, ...]]] = []
+        sizes: list[list[int]] = []
         for r, m in enumerate(plan.messages):
             mine, theirs, kv = (m.received, m.sent, m.kv) if back else (m.sent, m.received, plan.kv)
             parts.append([t.index_select(0, mine) for t in queries] + [shared(t, r, back).flatten() for t in keys])
-            n = kv.stop - kv.start
-            shapes.append([(len(theirs), t.shape[-1]) for t in queries] + [(batch, n, own, t.shape[-1]) for t in keys])
-        to_ranks, from_ranks = [sum(t.numel() for t in some) for some in parts], [sum(map(prod, s)) for s in shapes]
+            tokens = batch * (kv.stop - kv.start) * own
+            sizes.append([len(theirs) * t.shape[-1] for t in queries] + [tokens * t.shape[-1] for t in keys])
+        to_ranks, from_ranks = [sum(t.numel() for t in some) for some in parts], [*map(sum, sizes)]
         sent = torch.cat([t.flatten() for some in parts for t in some])
         receive = self.exchange.swap_unequal(sent, to_ranks, from_ranks)
         del parts, sent
-        flat = [shape for some in shapes for shape in some]
-        arrived = (t.view(shape) for t, shape in zip(receive.split([prod(shape) for shape in flat]), flat))
+        arrived = iter(receive.split([size for some in sizes for size in some]))
         needs = plan.kv.stop - plan.kv.start
         count, size = (batch * plan.heads * own, (plan.kv_heads, own)) if back else (plan.stored, (needs, plan.length))
-        wide = torch.promote_types(like.dtype, torch.float32) if back else like.dtype  # in which gradients are summed
+        wide = sum_dtype(like) if back else like.dtype  # in which gradients are summed
         made = [like.new_empty(count, t.shape[-1]) for t in queries]
         made_keys = [like.new_zeros(batch, *size, t.shape[-1], dtype=wide) for t in keys]
         for r, m in enumerate(plan.messages):
             for t in made:
-                t.index_copy_(0, m.sent if back else m.received, next(arrived))
+                t.index_copy_(0, m.sent if back else m.received, next(arrived).view(-1, t.shape[1]))
             for t in made_keys:
-                shared(t, r, not back).add_(next(arrived))
+                here = shared(t, r, not back)
+                here.add_(next(arrived).view(here.shape))
         return made, [t.to(like.dtype) for t in made_keys]
 
     def forward(
         self, backend: Backend, q: Tensor, k: Tensor, v: Tensor, *, rule: Rule, cu_seqlens: Documents
-    ) -> tuple[Tensor, Tensor]:
+    ) -> OutputAndLse:
         out = q.new_empty(*q.shape[:3], v.shape[-1])
-        lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+        lse = q.new_empty(q.shape[:3], dtype=sum_dtype(q))
         for part in self.own:
             mine = Attended(q, k, v, out, lse).part(part)
             made = attention_forward(backend, *mine[:3], rule=rule, cu_seqlens=cu_seqlens, spans=part.spans)
@@ -119,7 +120,7 @@ class SplitHeads:
     def backward(
         self, backend: Backend, dout: Tensor, kept: Attended, *, rule: Rule, cu_seqlens: Documents
     ) -> tuple[Tensor, ...]:
-        wide = torch.promote_types(kept.k.dtype, torch.float32)
+        wide = sum_dtype(kept.k)
         dk, dv = (torch.zeros_like(t, dtype=wide) for t in (kept.k, kept.v))
         dq = torch.empty_like(kept.q)
         for part in self.own:

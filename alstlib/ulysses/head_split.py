@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from alstlib.base.sizing import kv_of
 from alstlib.kernels.paged import HeadPart
 from alstlib.kernels.spans import Documents, Span, document_spans
 
@@ -163,14 +164,10 @@ class Plan:
             indices += [self._in_slice(r, runs[rank], n.cumsum(0) - n - lo) for r in range(ranks)]
             together = torch.cat(indices)
         moved = together.to(device).split([i.numel() for i in indices])  # one copy for all
-        self.kv = self.kv_of(rank)
-        self.messages = [Message(moved[r], moved[ranks + r], self.kv_of(r)) for r in range(ranks)]
+        kv = [kv_of(heads, kv_heads, ranks, r) for r in range(ranks)]
+        self.kv = kv[rank]
+        self.messages = [Message(moved[r], moved[ranks + r], kv[r]) for r in range(ranks)]
         self.parts = self._parts()
-
-    def kv_of(self, rank: int) -> slice:
-        """The key/value heads that a rank needs."""
-        own, group = parts_of(self.heads, self.ranks, rank), self.heads // self.kv_heads
-        return slice(own[0].head // group, own[-1].head // group + 1)
 
     def _of(self, rank: int) -> list[tuple[HeadShare, list[Span]]]:
         """The heads and parts of heads of a rank, and their queries in the order in which they are stored."""

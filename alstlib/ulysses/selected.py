@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alstlib.base.recompute import Saved, first_order
-from alstlib.base.sizing import tokens_in_tile
-from alstlib.kernels.paged import HeadPart, sinks_backward
+from alstlib.base.recompute import Saved, first_order, sum_dtype
+from alstlib.base.sizing import tiles_of, tokens_in_tile
+from alstlib.kernels.paged import HeadPart
 from alstlib.ulysses.alltoall import Exchange
-from alstlib.ulysses.attention import delta_of
+from alstlib.ulysses.attention import delta_of, gradient_of_sinks
 
 
 def selected_attention(
@@ -40,29 +40,28 @@ def selected_attention(
         sinks: [H], the score of a further key without a value for each head, or none.
         saved: as `UlyssesAttention` takes it.
     """
-    return _Selected.apply(q, k, v, sinks, indices, exchange, (scale, saved))
+    return _Selected.apply(q, k, v, sinks, indices, exchange, (scale, saved or Saved(keep=False)))
 
 
-def _groups(q: Tensor, k: Tensor, ranks: int) -> Iterator[tuple[slice, slice]]:
-    """(query heads, key/value heads) of each part that is computed at a time."""
+def _groups(
+    exchange: Exchange, q: Tensor, k: Tensor, v: Tensor
+) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:  # fmt: skip
+    """(query heads, key/value heads, their keys and their values [B, n, S, ..]) of each part that is computed at a
+    time."""
     kv_heads, shared = k.shape[1], q.shape[1] // k.shape[1]
-    step = max(1, kv_heads // ranks)
-    for first in range(0, kv_heads, step):
-        last = min(first + step, kv_heads)
-        yield slice(first * shared, last * shared), slice(first, last)
+    for kv in tiles_of(kv_heads, max(1, kv_heads // exchange.ranks)):
+        keys, values = (exchange.gather(t[:, kv]).permute(1, 2, 0, 3, 4).flatten(2, 3) for t in (k, v))
+        yield slice(kv.start * shared, kv.stop * shared), kv, keys, values
 
 
-def _tiles(indices: Tensor, heads: int, width: int, element_bytes: int) -> Iterator[slice]:
-    """Rows whose fetched keys and values are about as large as an intermediate of a tile."""
+def _tiles(indices: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Rows whose fetched keys and values are about as large as an intermediate of a tile, the places of their keys, and
+    these with 0 in place of -1."""
     batch, rows, count = indices.shape
-    tile = tokens_in_tile(batch * count * heads * width * element_bytes, indices.device.type)
-    for first in range(0, rows, tile):
-        yield slice(first, min(first + tile, rows))
-
-
-def _gathered(exchange: Exchange, x: Tensor) -> Tensor:
-    """x [B, n, L, D] of this rank -> [B, n, S, D]."""
-    return exchange.gather(x).permute(1, 2, 0, 3, 4).flatten(2, 3)
+    token = batch * count * k.shape[1] * (k.shape[3] + v.shape[3]) * k.element_size()
+    for at in tiles_of(rows, tokens_in_tile(token, indices.device.type)):
+        chosen = indices[:, at].long()
+        yield at, chosen, chosen.clamp(min=0)
 
 
 def _fetched(x: Tensor, at: Tensor) -> Tensor:
@@ -73,33 +72,28 @@ def _fetched(x: Tensor, at: Tensor) -> Tensor:
 def _scores(q: Tensor, k: Tensor, indices: Tensor, scale: float) -> Tensor:
     """Scores [B, n, g, t, N] of q [B, n, g, t, D] with its keys k [B, n, t, N, D], in fp32 at least."""
     made = torch.einsum("bngtd,bntkd->bngtk", q, k)
-    return (made.to(torch.promote_types(q.dtype, torch.float32)) * scale).masked_fill(
-        indices[:, None, None] < 0, float("-inf")
-    )
+    return (made.to(sum_dtype(q)) * scale).masked_fill(indices[:, None, None] < 0, float("-inf"))
 
 
 class _Selected(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor, exchange: Exchange,
-        how: tuple[float, Saved | None],
+        how: tuple[float, Saved],
     ) -> Tensor:  # fmt: skip
         scale, saved = how
         ctx.scale, ctx.exchange = scale, exchange
         ctx.sinks = None if sinks is None else sinks.detach().clone()  # an engine may take the parameter away
-        if saved is not None and saved.replaying:
+        if saved.replaying:
             out, lse = saved.take()
             ctx.save_for_backward(q, k, v, indices, out, lse)
             return out.view_as(out)  # a tensor of its own: autograd must not mark the saved one as an output
         out = q.new_empty(*q.shape[:3], v.shape[3])
-        lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+        lse = q.new_empty(q.shape[:3], dtype=sum_dtype(q))
         with torch.autocast(q.device.type, enabled=False):
-            for heads, kv in _groups(q, k, exchange.ranks):
-                keys, values = (_gathered(exchange, t[:, kv]) for t in (k, v))
+            for heads, _, keys, values in _groups(exchange, q, k, v):
                 n = keys.shape[1]
-                for rows in _tiles(indices, n, k.shape[3] + v.shape[3], k.element_size()):
-                    chosen = indices[:, rows].long()
-                    at = chosen.clamp(min=0)
+                for rows, chosen, at in _tiles(indices, keys, values):
                     scores = _scores(q[:, heads, rows].unflatten(1, (n, -1)), _fetched(keys, at), chosen, scale)
                     total = scores.logsumexp(-1)
                     if ctx.sinks is not None:
@@ -107,7 +101,7 @@ class _Selected(torch.autograd.Function):
                     weights = (scores - total[..., None]).exp().to(v.dtype)
                     made = torch.einsum("bngtk,bntkv->bngtv", weights, _fetched(values, at))
                     out[:, heads, rows], lse[:, heads, rows] = made.flatten(1, 2), total.flatten(1, 2)
-        if saved is not None and saved.active:
+        if saved.active:
             saved.tensors.append((out, lse))
         if any(ctx.needs_input_grad):
             ctx.save_for_backward(q, k, v, indices, out, lse)
@@ -120,13 +114,10 @@ class _Selected(torch.autograd.Function):
         delta, dq = delta_of(dout, out)[..., 0], torch.empty_like(q)
         dk, dv = torch.empty_like(k), torch.empty_like(v)
         with torch.autocast(q.device.type, enabled=False):
-            for heads, kv in _groups(q, k, exchange.ranks):
-                keys, values = (_gathered(exchange, t[:, kv]) for t in (k, v))
+            for heads, kv, keys, values in _groups(exchange, q, k, v):
                 sums = [torch.zeros_like(t, dtype=lse.dtype) for t in (keys, values)]
                 n = keys.shape[1]
-                for rows in _tiles(indices, n, k.shape[3] + v.shape[3], k.element_size()):
-                    chosen = indices[:, rows].long()
-                    at = chosen.clamp(min=0)
+                for rows, chosen, at in _tiles(indices, keys, values):
                     ours, above, total, row = (t[:, heads, rows].unflatten(1, (n, -1)) for t in (q, dout, lse, delta))
                     fetched = _fetched(keys, at)
                     weights = (_scores(ours, fetched, chosen, ctx.scale) - total[..., None]).exp()
@@ -141,14 +132,8 @@ class _Selected(torch.autograd.Function):
                         for one, places, grad in zip(added, at, part):  # keys that are not there add zeros
                             one.index_add_(1, places.flatten(), grad.flatten(1, 2).to(one.dtype))
                 for grad, added in zip((dk, dv), sums):
-                    grad[:, kv] = _owned(exchange, added)
-        dsinks = None
-        if ctx.sinks is not None and ctx.needs_input_grad[3]:  # this rank's tokens' share
-            every = HeadPart(heads=slice(None), stored=slice(None), kv=slice(None))
-            dsinks = sinks_backward([every], delta[..., None], lse, ctx.sinks)
+                    by_rank = added.unflatten(2, (exchange.ranks, -1)).permute(2, 0, 1, 3, 4)
+                    grad[:, kv] = exchange.sum_parts(by_rank)
+        every = HeadPart(heads=slice(None), stored=slice(None), kv=slice(None))
+        dsinks = gradient_of_sinks(ctx, [every], dout, out, lse, delta[..., None])  # the share of this rank's tokens
         return dq, dk, dv, dsinks, None, None, None
-
-
-def _owned(exchange: Exchange, x: Tensor) -> Tensor:
-    """The sum over ranks of x [B, n, S, D], of this rank's tokens [B, n, L, D]."""
-    return exchange.sum_parts(x.unflatten(2, (exchange.ranks, -1)).permute(2, 0, 1, 3, 4))

@@ -155,10 +155,10 @@ def test_pages_that_no_head_chose_are_not_fetched(monkeypatch):
 
     page, expected = PAGE * 2 * 2 * 8 * 4, 0  # of keys and values: 2 heads of width 8 in fp32
     for choices in made:
-        assert any(c.seen[0, 0].ne(c.seen[0, 1]).any() for c in choices.made.values()), "heads choose alike"
+        assert any(c[0, 0].ne(c[0, 1]).any() for c in choices.made.values()), "heads choose alike"
         touched = set()
         for _, choice in sorted(choices.made.items(), reverse=True):
-            seen = {*choice.seen.any(0).any(0).nonzero().flatten().tolist()}
+            seen = {*choice.any(0).any(0).nonzero().flatten().tolist()}
             assert len(seen) <= 4
             # forward; backward, with the sums of pages that have some
             expected += (2 * len(seen) + len(touched & seen)) * page
@@ -174,7 +174,7 @@ def test_the_planner_counts_the_pages_that_a_run_sees(monkeypatch, tmp_path):
     run = RunConfig(options={"chunk": CHUNK, **HOST}, contrib={"sparse": {"top": SPARSE.top, "page": SPARSE.page}})
     with attach(model, Sparse(**run.contrib.sparse), **HOST):
         step(model, sample)
-    seen = [int(c.seen[0, head].sum()) for choices in made for c in choices.made.values() for head in (0, 1)]
+    seen = [int(c[0, head].sum()) for choices in made for c in choices.made.values() for head in (0, 1)]
     model.config.save_pretrained(tmp_path)
     shape = read_shape(str(tmp_path))
     plan = streaming_of(shape, run, 1, 61, 4, None)

@@ -47,8 +47,6 @@ def fake_cuda(capability=(9, 0)):
         def __init__(self, nbytes, device):
             self.bytes = torch.empty(nbytes, dtype=torch.uint8)
 
-        view = host_store._Slab.view
-
         def tensor(self, shape, dtype, told):
             return torch.empty(tuple(shape), dtype=dtype)
 

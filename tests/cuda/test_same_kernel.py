@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import alstlib
 from alstlib.base.config import RunConfig
-from alstlib.base.sizing import kernels_as_on, sdpa_kernel
+from alstlib.base.sizing import as_on, sdpa_kernel
 from alstlib.planner.activations import kernel_workspace
 from alstlib.planner.gpus import GPUS, rates_of
 from alstlib.planner.machine import Machine
@@ -31,7 +31,7 @@ def test_one_kernel_for_every_width(capability):
     with fake_cuda((capability, 0)):
         for width, dtype, softcap in itertools.product(widths, dtypes, (None, 2.0)):
             chosen = {sdpa_kernel("cuda", dtype.itemsize, width, softcap is not None, capability)}
-            for device, on in (("cuda:0", nullcontext()), ("cpu", kernels_as_on("cuda", capability))):
+            for device, on in (("cuda:0", nullcontext()), ("cpu", as_on("cuda", capability))):
                 with on:
                     q = torch.empty(1, 2, 4, width, dtype=dtype, device=device)
                     chosen.add(op.way(q, q, q, softcap=softcap).backend.name)

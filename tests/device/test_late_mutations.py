@@ -125,7 +125,7 @@ MUTATIONS = {
     ),
     "dropout: other masks of the device": Mutation(
         recompute.Replay.__call__,
-        "self.here.set_rng_state(self.device_state, self.device)", "pass", "kept",
+        "torch.get_device_module(self.device).set_rng_state(state, self.device)", "pass", "kept",
     ),
     "dropout: other masks in a checkpoint": Mutation(
         checkpoints._recompute, "with member.replay(), torch.enable_grad()", "with torch.enable_grad()", "kept"
@@ -145,7 +145,7 @@ MUTATIONS = {
         EXCHANGE._exchange, ".sum(1, dtype=wide)", ".select(1, 0)", FOUR
     ),
     "parts of heads: gradients of keys of one rank": Mutation(
-        head_layouts.SplitHeads._move, ".add_(next(arrived))", ".copy_(next(arrived))", PARTS
+        head_layouts.SplitHeads._move, ".add_(next(arrived)", ".copy_(next(arrived)", PARTS
     ),
     "sinks: those of the first rank's heads": Mutation(
         head_layouts.WholeHeads.__init__, "slice(exchange.rank * each, (exchange.rank + 1) * each)", "slice(0, each)",

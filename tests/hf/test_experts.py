@@ -23,7 +23,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssDecoderLayer
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 import alstlib
-from alstlib.base.sizing import TILE_BYTES, tiles_as_on
+from alstlib.base.sizing import TILE_BYTES, as_on
 from alstlib.hf.experts import TiledExperts
 
 THREE = {"mlp": 3, "loss": True, "norm": True}
@@ -124,7 +124,7 @@ def test_the_default_tile_takes_no_more_than_the_block_untiled(dtype, worth):
 
     ours = TiledExperts(block, None)
     peak(9, ours)
-    with tiles_as_on(lambda width, element_bytes: 1):  # tiles as small as they may be
+    with as_on("cpu", tiles=lambda width, element_bytes: 1):  # tiles as small as they may be
         for rows in (worth // 2, 2 * worth, 2 * worth + 1, 8 * worth):
             tiled, whole = peak(rows, ours), peak(rows, block)
             assert tiled <= whole + 2 * rows * 32 * dtype.itemsize, rows

@@ -12,8 +12,8 @@ from alstlib.linear.adapters.gated_delta import GatedDeltaRule
 from alstlib.linear.by_heads import by_heads
 from alstlib.linear.pass_state import pass_state
 from alstlib.linear.ways import Sent, StateLayer
+from alstlib.planner import state_ways
 from alstlib.planner.gpus import rates_of
-from alstlib.planner.state_ways import state_seconds
 
 WAYS = (pass_state, by_heads)
 SHARED = [(2, "gated delta rule", 6, 2), (3, "gated delta rule", 6, 1), (4, "gated delta rule", 4, 2),
@@ -47,8 +47,8 @@ def test_bytes_on_the_wire_are_those_of_the_formula(pools, world, name, heads, g
     layer, case = layer_of(name, heads, groups), LENGTHS["whole"]
     for (_, passed), (_, exchanged) in on_ranks(pools, world, on_rank, name, case, (heads, groups), ways=WAYS):
         # in fp64 here; a layer that makes every gradient sends pairs twice, and tokens there and back
-        assert passed == 2 * (world - 1) * layer.pair_bytes(2) * 2
-        assert exchanged == 2 * 12 // world * 2 * layer.exchanged(world)
+        assert passed == 2 * (world - 1) * state_ways.pair_bytes(layer, 2) * 2
+        assert exchanged == 2 * 12 // world * 2 * state_ways.exchanged(layer, world)
 
 
 def test_heads_are_taken_where_they_divide_evenly():
@@ -86,9 +86,9 @@ def test_seconds_of_the_ways():
     there = (2 * 2 + 1 * 2) + 1 * 2  # a rank's head needs its group and its own input; its output goes back
 
     def seconds(**how):
-        return [state_seconds(layer, way, 10, 2, rates=rates, **how) for way in ("pass", "heads")]
+        return [state_ways.state_seconds(layer, way, 10, 2, rates=rates, **how) for way in ("pass", "heads")]
 
     assert seconds() == [(2 * pair, 10 * 2 * (pairs + 2 * forward)), (10 * 3 * there, 0)]
     slow = seconds(nodes=True, passes=(3, 3))
     assert slow == [(8 * pair, 10 * 2 * (3 * pairs + 2 * forward)), (2 * 10 * 4 * there, 0)]
-    assert state_seconds(layer, "pass", 10, 1, rates=rates) == (0, 0)
+    assert state_ways.state_seconds(layer, "pass", 10, 1, rates=rates) == (0, 0)

@@ -10,7 +10,7 @@ from cases import on_ranks, run_with
 
 import alstlib
 from alstlib.base.config import ROWS, RunConfig, row_config
-from alstlib.base.sizing import tiles_as_on
+from alstlib.base.sizing import as_on
 from alstlib.hf.models import load_model
 from alstlib.planner.measure.deep import Deep
 from alstlib.planner.measure.simulate import drop_gradients, fake_ranks, roomy, simulate, step, whole_model
@@ -54,7 +54,7 @@ def with_real_tensors(run, ranks):
     run = roomy(run)
     model = whole_model(run, "cpu")
     drop_gradients(model)
-    with fake_ranks(ranks) as ctx, tiles_as_on("cpu"), alstlib.apply(model, ctx, run.options) as handle:
+    with fake_ranks(ranks) as ctx, as_on("cpu"), alstlib.apply(model, ctx, run.options) as handle:
         return step(run, model, handle, ctx)
 
 

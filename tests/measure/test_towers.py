@@ -7,7 +7,7 @@ from torch import nn
 
 import alstlib
 from alstlib.base.config import RunConfig
-from alstlib.base.sizing import tiles_as_on
+from alstlib.base.sizing import as_on
 from alstlib.data.shard import shard_batch
 from alstlib.hf.configs import find_config
 from alstlib.hf.vision import image_layout
@@ -56,7 +56,7 @@ def real_step(run, ranks, tokens, images, size):
     run = roomy(run)
     model = whole_model(run, "cpu", images=True)
     drop_gradients(model)
-    with fake_ranks(ranks) as ctx, tiles_as_on("cpu"), alstlib.apply(model, ctx, run.options) as handle:
+    with fake_ranks(ranks) as ctx, as_on("cpu"), alstlib.apply(model, ctx, run.options) as handle:
         one = towers._image(model, handle.images, size)
         data = sample_of(handle.images, one, images, tokens)
         batch = shard_batch(data, ctx.sp, ctx.sp_rank, images=handle.images)

@@ -19,7 +19,7 @@ from alstlib.planner.model_shapes import read_shape
 from alstlib.planner.prediction import predict
 from alstlib.planner.question import NOTE
 from alstlib.planner.rendering import describe
-from alstlib.planner.state_ways import RECURRENCE, counted
+from alstlib.planner.state_ways import RECURRENCE, counted, forward_flops, pair_bytes
 from alstlib.planner.step_time import linear_flops, states_seconds
 
 
@@ -29,7 +29,7 @@ def test_qwen3_next():
     states = shape.recurrence
     assert shape.parameters == 79_674_391_296
     assert (shape.attending, states.layers, shape.layers) == (12, 36, 48)
-    assert states.layer.pair_bytes() == 4 * 32 * (128 * 128 + 128 * 128)
+    assert pair_bytes(states.layer) == 4 * 32 * (128 * 128 + 128 * 128)
     assert states.tail == 3 * (2 * 2048 + 4096)
     assert sum(linear_flops(shape, 1).values()) == 2 * shape.dense_parameters
 
@@ -45,7 +45,7 @@ def test_what_layers_with_a_state_send_and_compute():
         return states_seconds(states, run, machine, ranks, tokens, 2.0)
 
     wire, work = at(80_000)
-    each = states.layer.pair_bytes() + 2 * states.tail
+    each = pair_bytes(states.layer) + 2 * states.tail
     assert wire == pytest.approx(36 * 2 * 7 * each / machine.rates.link)
     assert at(800_000) == (wire, pytest.approx(10 * work))
     assert at(80_000, chunk=10_000) == (wire, work)  # a chunk that holds the slice
@@ -56,7 +56,7 @@ def test_what_layers_with_a_state_send_and_compute():
     assert at(800_000, linear_attention="heads")[0] > 9 * heads
     nothing, alone = at(80_000, 1)
     assert (nothing, alone) == (0, pytest.approx(8 * once))
-    flops = 36 * 80_000 * 4 * 32 * states.layer.forward_flops()
+    flops = 36 * 80_000 * 4 * 32 * forward_flops(states.layer)
     assert alone == pytest.approx(flops / (RECURRENCE * machine.rates.matmul))
 
 

@@ -10,7 +10,7 @@ from quick_steps import quick  # noqa: F401
 
 from alstlib.base.config import PAPER_ROWS, ROWS, RunConfig, row_config
 from alstlib.base.options import Options
-from alstlib.base.sizing import kv_needed, zero_bucket
+from alstlib.base.sizing import kv_needed, kv_of, zero_bucket
 from alstlib.base.units import GIB
 from alstlib.hf.memory_plan import MemoryPlan
 from alstlib.planner import devices
@@ -314,7 +314,7 @@ def test_the_least_chunk_hides_the_copies_of_a_page(ranks):
     """Attention of a chunk's queries over a page takes as long as the page of the rank's own key/value heads, of which
     each rank has at least one."""
     rates, widths = rates_of("H100"), 2 * 128
-    page = max(kv_needed(32, 8, ranks)) * widths / rates.host
+    page = kv_needed(32, 8, ranks) * widths / rates.host
 
     def hidden(chunk):
         flops = 2 * 32 * widths * chunk  # of a key with the chunk
@@ -327,9 +327,10 @@ def test_the_least_chunk_hides_the_copies_of_a_page(ranks):
 
 
 def test_ranks_with_parts_of_heads_need_whole_keys():
-    assert kv_needed(9, 3, 8) == [1, 1, 2, 1, 1, 2, 1, 1]
-    assert kv_needed(32, 8, 8) == [1] * 8
-    assert kv_needed(40, 8, 16)[:4] == [1, 1, 1, 1]
+    needs = [kv_of(9, 3, 8, rank) for rank in range(8)]
+    assert [kv.stop - kv.start for kv in needs] == [1, 1, 2, 1, 1, 2, 1, 1]
+    assert kv_needed(9, 3, 8) == 2
+    assert kv_needed(32, 8, 8) == kv_needed(40, 8, 16) == 1
 
 
 def test_a_model_that_cannot_be_loaded_is_refused(monkeypatch):

@@ -52,7 +52,7 @@ def inputs_of(*shape, bias=False, layout=Tensor.clone):
     return [t.requires_grad_() for t in tensors]
 
 
-LOSS = (reference.logits_loss, tiled_logits_loss, {})
+LOSS = (lambda *given, **how: -reference.token_logps(*given, **how).sum(), tiled_logits_loss, {})
 LOGPS = (reference.token_logps, functools.partial(tiled_logits_loss, temperature=1.0), {})
 BOTH = pytest.mark.parametrize("kind", [LOSS, LOGPS], ids=["loss", "logps"])
 """The oracle and the operator: the loss, and the log-probability of each label."""

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from alstlib.base.recompute import sum_dtype
 from alstlib.linear.adapter import Adapter, LayerPart, takes
 from alstlib.linear.rule import StateRule
 
@@ -21,9 +23,9 @@ class GatedDeltaRule(StateRule):
     def pair(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         """One pass makes both: each column of the state has its own values, and those of M are zeros."""
         q, k, v, *gates = tensors
-        width, keys, wide = v.shape[3], k.shape[3], torch.promote_types(v.dtype, torch.float32)
+        width, keys, wide = v.shape[3], k.shape[3], sum_dtype(v)
         start = torch.eye(width + keys, dtype=wide, device=v.device)[width:].expand(len(v), v.shape[2], -1, -1)
-        both = self.kernel(q, k, torch.nn.functional.pad(v, (0, keys)), *gates, initial_state=start)[1]
+        both = self.kernel(q, k, F.pad(v, (0, keys)), *gates, initial_state=start)[1]
         return both[..., width:], both[..., :width]
 
 

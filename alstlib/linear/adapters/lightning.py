@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from alstlib.base.recompute import sum_dtype
+from alstlib.base.reference import OutputAndState
 from alstlib.linear.adapter import Adapter, LayerPart
-from alstlib.linear.rule import StateRule
+from alstlib.linear.rule import Kernel, StateRule
 
 AT_ONCE = 64
 """Chunks of the recurrence that are computed together, or a part of them all if that is more: a loop over single chunks
@@ -37,7 +39,7 @@ def _forward(part: LayerPart, mixer: Any, hidden_states: Tensor, *_: Any, **__: 
     qkv = mixer.act_fn(mixer.qkv_proj(hidden_states))
     qkv = qkv.unflatten(2, (-1, 3 * mixer.head_dim))
 
-    def kernel(*tensors: Tensor, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
+    def kernel(*tensors: Tensor, initial_state: Tensor | None) -> OutputAndState:
         q, k, v, slopes = tensors
         return decayed_attention(q, k, v, slopes, mixer.block_size, initial_state)
 
@@ -52,13 +54,13 @@ def _forward(part: LayerPart, mixer: Any, hidden_states: Tensor, *_: Any, **__: 
 
 def decayed_attention(
     q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, chunk_size: int, initial_state: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+) -> OutputAndState:
     """Linear attention whose past decays by exp(-slope) at each token, in chunks of tokens (lightning attention).
 
     q, k [B, S, H, K], v [B, S, H, V], slopes [H] -> output [B, S, H, V] and the last state [B, H, K, V], in which the
     state is h = exp(-slope) h + k v^T and the output q h.
     """
-    wide = torch.promote_types(v.dtype, torch.float32)
+    wide = sum_dtype(v)
     if initial_state is None:
         initial_state = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3], dtype=wide)
     whole, rest = divmod(q.shape[1], chunk_size)
@@ -70,9 +72,7 @@ def decayed_attention(
     return out.transpose(1, 2).to(v.dtype), state
 
 
-def in_turn(
-    piece: Callable[..., tuple[Tensor, Tensor]], tensors: Sequence[Tensor], sizes: Sequence[int], state: Tensor
-) -> tuple[Tensor, Tensor]:
+def in_turn(piece: Kernel, tensors: Sequence[Tensor], sizes: Sequence[int], state: Tensor) -> OutputAndState:
     """The output [B, H, S, V] and the last state of pieces of so many tokens, of which each begins with the state that
     the one before leaves."""
     outs = []
@@ -82,7 +82,7 @@ def in_turn(
     return torch.cat(outs, 2), state
 
 
-def _piece(slope: Tensor, chunk_size: int, state: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+def _piece(slope: Tensor, chunk_size: int, state: Tensor, *tensors: Tensor) -> OutputAndState:
     """q, k, v [B, H, s, K or V] of some whole chunks, or of a shorter one -> output and state."""
     tokens = min(chunk_size, tensors[0].shape[2])
     q, k, v = (t.unflatten(2, (-1, tokens)) for t in tensors)  # [B, H, chunks, tokens, K or V]

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor
 
+from alstlib.base.reference import OutputAndState
 from alstlib.linear.adapter import Adapter, LayerPart, in_order
 from alstlib.linear.pass_state import pass_state
-from alstlib.linear.rule import StateRule
+from alstlib.linear.rule import Kernel, StateRule
 from alstlib.tiled.compute import tiled_compute
 
 
@@ -31,7 +33,7 @@ class SelectiveScan(StateRule):
         hands_on: whether the state goes to another rank or chunk; otherwise it needs no gradient.
     """
 
-    def __init__(self, scan: Callable[..., tuple[Tensor, Tensor]], softplus: bool, hands_on: bool = True) -> None:
+    def __init__(self, scan: Kernel, softplus: bool, hands_on: bool = True) -> None:
         super().__init__(self._run, self._decay)
         self.scan, self.softplus, self.hands_on = scan, softplus, hands_on
 
@@ -40,13 +42,13 @@ class SelectiveScan(StateRule):
 
     def _steps(self, dt: Tensor, A: Tensor, bias: Tensor) -> Tensor:
         step = dt.to(torch.promote_types(dt.dtype, A.dtype)) + bias
-        return nn.functional.softplus(step) if self.softplus else step
+        return F.softplus(step) if self.softplus else step
 
     def _decay(self, *tensors: Tensor) -> Tensor:
         _, dt, _, _, A, _, bias = tensors
         return self._steps(dt, A, bias).sum(1)[..., None] * A
 
-    def _run(self, *tensors: Tensor, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _run(self, *tensors: Tensor, initial_state: Tensor | None) -> OutputAndState:
         _, dt, _, C, A, _, bias = tensors
         out, state = self._with_state(*tensors)
         if initial_state is None:
@@ -61,7 +63,7 @@ class SelectiveScan(StateRule):
         more = tiled_compute(seen, both, [t for t in (A, initial_state) if t.requires_grad], tile=64)
         return out + more.to(out.dtype), state + (since[:, -1, :, None] * A).exp() * initial_state
 
-    def _with_state(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    def _with_state(self, *tensors: Tensor) -> OutputAndState:
         if not (self.hands_on and torch.is_grad_enabled()):
             return self.scan(*tensors)
         *tokens, A, D, bias = tensors
@@ -87,7 +89,7 @@ class Mamba1(Adapter):
     ) -> Tensor:  # fmt: skip
         """It has no heads: its state is passed."""
 
-        def scan(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        def scan(*tensors: Tensor) -> OutputAndState:
             (x, dt, B, C), (A, D, bias) = (t.transpose(1, 2) for t in tensors[:4]), tensors[4:]
             out, state = theirs(
                 x, dt, A, B, C, D=D, z=None, delta_bias=bias, delta_softplus=delta_softplus, return_last_state=True,
@@ -99,4 +101,4 @@ class Mamba1(Adapter):
         rule = SelectiveScan(scan, delta_softplus, part.hands_on)
         over = functools.partial(pass_state, rule, tokens, weights)
         out = part.run((*tokens, *weights), over)
-        return out.transpose(1, 2) * nn.functional.silu(z)
+        return out.transpose(1, 2) * F.silu(z)

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor
 
 from alstlib.linear.adapter import Adapter, LayerPart, in_order, takes
 from alstlib.linear.rule import StateRule
@@ -38,7 +39,7 @@ class Mamba2(Adapter):
         def decay(*tensors: Tensor) -> Tensor:
             _, dt, _, _, A, _, dt_bias = tensors
             step = dt + dt_bias.to(dt.dtype)
-            step = (nn.functional.softplus(step) if dt_softplus else step).clamp(*dt_limit)
+            step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit)
             return (step.to(torch.promote_types(step.dtype, A.dtype)) * A).sum(1)[..., None, None]
 
         tokens, weights = (hidden_states, dt, B, C), in_order((A, D, dt_bias))

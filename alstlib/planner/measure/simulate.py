@@ -28,7 +28,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 import alstlib
 from alstlib.base.config import RunConfig
 from alstlib.base.mesh import join_fake
-from alstlib.base.sizing import TileRule, kernels_as_on, tiles_as_on
+from alstlib.base.sizing import TileRule, as_on
 from alstlib.hf import attach
 from alstlib.hf.models import load_model
 from alstlib.hf.vision import tower_modules
@@ -162,8 +162,8 @@ def run_model(
     states = fused_states(model) if device == "cuda" else nullcontext()
     stay: Any = mock.patch.object(attach, "travels", return_value=False) if images else nullcontext()
     with (
-        fake_ranks(ranks) as ctx, tiles_as_on(tiles or device), kernels_as_on(device, capability), some_of_many(),
-        states, stay, alstlib.apply(model, ctx, run.options) as handle, FakeTensorMode(allow_non_fake_inputs=True),
+        fake_ranks(ranks) as ctx, as_on(device, capability, tiles), some_of_many(), states, stay,
+        alstlib.apply(model, ctx, run.options) as handle, FakeTensorMode(allow_non_fake_inputs=True),
     ):  # fmt: skip
         drop_gradients(model.to_empty(device="cpu"))  # which makes new weights, without hooks
         return step(run, model, handle, ctx)
@@ -175,7 +175,7 @@ def some_of_many() -> Iterator[None]:
     attention: those between take as much. A step of an 8B with 98K tokens takes 0.9 s instead of 1.9 s; 500K keys of
     two heads are 65,000 blocks."""
     of: list[tuple[Any, str, Any]] = [
-        (compute, "tiles_of", _ends), (logits, "tiles_of", _ends), (blockwise, "_spans", _ends),
+        (compute, "tiles_of", _ends), (logits, "tiles_of", _ends), (blockwise, "tiles_of", _ends),
         (lightning, "in_turn", _pieces),
     ]  # fmt: skip
     with ExitStack() as stack:

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 import alstlib
 from alstlib.base.config import RunConfig
-from alstlib.base.sizing import kernels_as_on, tiles_as_on
+from alstlib.base.sizing import as_on
 from alstlib.data.images import Fields, ImageLayout
 from alstlib.hf.pass_state import PassState, StepInputs
 from alstlib.hf.vision import features_made, image_layout, why_no_images
@@ -111,7 +111,7 @@ def _step(
     several = layout.joined([{**made, "pixel_values": made["pixel_values"].to("meta")}] * images)
     shape = several.pop("pixel_values").shape
     with (
-        fake_ranks(1) as ctx, tiles_as_on(device), kernels_as_on(device, 9),
+        fake_ranks(1) as ctx, as_on(device),
         alstlib.apply(model, ctx, run.options) as handle, FakeTensorMode(allow_non_fake_inputs=True),
     ):  # fmt: skip
         drop_gradients(model.to_empty(device="cpu"))
