@@ -49,8 +49,8 @@ class _CpuInstrument(TorchDispatchMode):
         super().__init__()
         self.budget, self.record = budget, record
         self.place: Callable[[], str] | None = None
-        self.live: dict[int, tuple[Any, int, str]] = {}
-        self.hosted: set[int] = set()
+        self.live: dict[int, tuple[Any, int, str | None]] = {}  # without a place: on the host
+        self.hosting = False
         self.bytes = self.peak = 0
         self.places: Counter[str] = Counter()
         self.curve: list[int] = []
@@ -59,7 +59,7 @@ class _CpuInstrument(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if not isinstance(out, Tensor | list | tuple):  # most calls under fake tensors ask for a device
             return out
-        on_host = bool(self.hosted) and self._on_host(args)
+        on_host = self.hosting and self._on_host(args)
         for leaf in tree_leaves(out):
             if on_host and isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in self.live:
                 self.host(leaf)
@@ -70,7 +70,10 @@ class _CpuInstrument(TorchDispatchMode):
     def _on_host(self, args: Any) -> bool:
         """Whether an operation computes on host memory only, as an offloaded optimizer does: so are its results."""
         given = [a for a in tree_leaves(args) if isinstance(a, Tensor) and a.ndim > 0]
-        return bool(given) and all(a.untyped_storage()._cdata in self.hosted for a in given)
+        return bool(given) and all(self._hosted(a.untyped_storage()._cdata) for a in given)
+
+    def _hosted(self, key: int) -> bool:
+        return key in self.live and self.live[key][2] is None
 
     def see(self, tensor: Tensor, operation: str = "") -> None:
         if tensor.device.type != "cpu":
@@ -82,9 +85,7 @@ class _CpuInstrument(TorchDispatchMode):
                 return
             self._drop(key)
         place = self.place() if self.place is not None else ""
-        self.live[key] = (weakref.ref(storage, lambda _, key=key: self._drop(key)), nbytes, place)  # type: ignore[misc]
-        if key in self.hosted:
-            return
+        self._keep(storage, place)
         self._count(place, nbytes)
         self.peak = max(self.peak, self.bytes)
         if self.budget is not None and self.bytes > self.budget:
@@ -93,11 +94,14 @@ class _CpuInstrument(TorchDispatchMode):
                 f"{self.budget:,} bytes"
             )
 
+    def _keep(self, storage: Any, place: str | None) -> None:
+        key = storage._cdata
+        gone = weakref.ref(storage, lambda _: self._drop(key))
+        self.live[key] = (gone, storage.nbytes(), place)
+
     def _drop(self, key: int) -> None:
-        _, nbytes, place = self.live.pop(key, (None, 0, ""))
-        if key in self.hosted:
-            self.hosted.discard(key)
-        elif nbytes:
+        _, nbytes, place = self.live.pop(key, (None, 0, None))
+        if place is not None and nbytes:
             self._count(place, -nbytes)
 
     def _count(self, place: str, nbytes: int) -> None:
@@ -106,27 +110,25 @@ class _CpuInstrument(TorchDispatchMode):
         if self.record:
             self.curve.append(self.bytes)
 
-    def move(self, tensor: Tensor, place: str) -> None:
-        """Count this tensor's storage under another place from now on."""
-        key = tensor.untyped_storage()._cdata
-        if key in self.live and key not in self.hosted:
-            reference, nbytes, before = self.live[key]
-            self.live[key] = (reference, nbytes, place)
-            self.places[before] -= nbytes
+    def move(self, tensor: Tensor, place: str | None) -> None:
+        """Count this tensor's storage under another place from now on; None: as host memory."""
+        reference, nbytes, before = self.live.get(key := tensor.untyped_storage()._cdata, (None, 0, None))
+        if before is None:
+            return
+        self.live[key] = (reference, nbytes, place)
+        self.places[before] -= nbytes
+        if place is None:
+            self.bytes -= nbytes
+        else:
             self.places[place] += nbytes
 
     def host(self, tensor: Tensor) -> None:
         """Count this tensor's storage as host memory from now on."""
-        key = tensor.untyped_storage()._cdata
-        if key in self.hosted:
-            return
-        self.hosted.add(key)
-        if key in self.live:
-            _, nbytes, place = self.live[key]
-            self.bytes -= nbytes
-            self.places[place] -= nbytes
+        self.hosting, storage = True, tensor.untyped_storage()
+        if storage._cdata in self.live:
+            self.move(tensor, None)
         else:
-            self.see(tensor)
+            self._keep(storage, None)
 
 
 class Ledger:

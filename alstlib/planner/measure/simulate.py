@@ -161,12 +161,21 @@ def run_model(
     device as if there were some."""
     states = fused_states(model) if device == "cuda" else nullcontext()
     stay: Any = mock.patch.object(attach, "travels", return_value=False) if images else nullcontext()
+    with some_of_many(), states, stay, attached(model, run, ranks, tiles or device, device, capability) as handle:
+        return step(run, model, handle, handle.ctx)
+
+
+@contextmanager
+def attached(
+    model: Any, run: RunConfig, ranks: int, tiles: TileRule | str, device: str, capability: int = 9
+) -> Iterator[alstlib.Handle]:
+    """A model on meta with fake weights, attached on one of so many ranks, with kernels and tiles as on a device."""
     with (
-        fake_ranks(ranks) as ctx, tiles_as_on(tiles or device), kernels_as_on(device, capability), some_of_many(),
-        states, stay, alstlib.apply(model, ctx, run.options) as handle, FakeTensorMode(allow_non_fake_inputs=True),
+        fake_ranks(ranks) as ctx, tiles_as_on(tiles), kernels_as_on(device, capability),
+        alstlib.apply(model, ctx, run.options) as handle, FakeTensorMode(allow_non_fake_inputs=True),
     ):  # fmt: skip
         drop_gradients(model.to_empty(device="cpu"))  # which makes new weights, without hooks
-        return step(run, model, handle, ctx)
+        yield handle
 
 
 @contextmanager
@@ -308,14 +317,20 @@ def step(run: RunConfig, model: Any, handle: alstlib.Handle, ctx: alstlib.SPCont
     """What one step of an attached model takes, whose gradients are dropped."""
     batch = shard_of(ctx, run.data.seq_len // ctx.sp)
     sent = handle.wire_bytes
-    with Places(model) as places, Recording(stores=[handle.store], place=places.now) as ledger:
-        watch(handle, places, ledger)
-        start = ledger.device_bytes
+    with recorded(model, handle) as (ledger, start):
         alstlib.causal_lm_loss(model, batch).loss.backward()
     return Simulated(
         moments_of(ledger, start), handle.store.peak_nbytes, handle.wire_bytes - sent, handle.attention.backend_name,
         tuple(handle.recurrences),
     )  # fmt: skip
+
+
+@contextmanager
+def recorded(model: nn.Module, handle: alstlib.Handle) -> Iterator[tuple[Ledger, int]]:
+    """Records what is alive, by place, over the bytes that are there at first."""
+    with Places(model) as places, Recording(stores=[handle.store], place=places.now) as ledger:
+        watch(handle, places, ledger)
+        yield ledger, ledger.device_bytes
 
 
 def moments_of(ledger: Ledger, start: int) -> dict[str, dict[str, int]]:
