@@ -91,7 +91,6 @@ class Deep:
 
     def at(self, seq_len: int) -> Simulated:
         """The whole model at this length."""
-        gc.collect()  # fake tensors of earlier steps, which a search of an hour would let grow to gigabytes
         first, *rest = self.chosen
         models = [self.chosen, *([first, i, *rest] for i in self.further.values())]
         with watched("models of a few layers", models) as each:
@@ -163,6 +162,7 @@ class Deep:
         try:
             found = self.run_step(self._with(which), run, tiles)
         finally:
+            gc.collect()  # the step's fake tensors, which a search of an hour would let grow to gigabytes
             if thawed:
                 gc.unfreeze()
 

@@ -14,17 +14,18 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from alstlib.base.mesh import accelerator
 from alstlib.offload.host_store import HostStore
+
+DEVICE = torch.ops.prim.device.default
 
 
 class DeviceOutOfMemory(MemoryError):
@@ -42,6 +43,16 @@ def ran_out(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text.lower() in str(error).lower() for text in RAN_OUT)
 
 
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of what an operation takes or makes: lists and tuples alone, because `pytree`, which knows every
+    container, is slow, and each operation asks."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from tensors_in(one)
+
+
 class _CpuInstrument(TorchDispatchMode):
     """Counts the bytes of CPU storages alive, from the operations that make them."""
 
@@ -56,24 +67,27 @@ class _CpuInstrument(TorchDispatchMode):
         self.curve: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE:  # which most calls under fake tensors ask for
+            return args[0].device
         out = func(*args, **(kwargs or {}))
-        if not isinstance(out, Tensor | list | tuple):  # most calls under fake tensors ask for a device
+        if not isinstance(out, Tensor | list | tuple):
             return out
-        on_host = self.hosting and self._on_host(args)
-        for leaf in tree_leaves(out):
-            if on_host and isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in self.live:
-                self.host(leaf)
-            elif isinstance(leaf, Tensor):
-                self.see(leaf, str(func))
+        on_host, operation = self.hosting and self._on_host(args), str(func)
+        for tensor in tensors_in(out):
+            if on_host and tensor.untyped_storage()._cdata not in self.live:
+                self.host(tensor)
+            else:
+                self.see(tensor, operation)
+        self.ran(operation)
         return out
+
+    def ran(self, operation: str) -> None:
+        """An operation that made tensors has run."""
 
     def _on_host(self, args: Any) -> bool:
         """Whether an operation computes on host memory only, as an offloaded optimizer does: so are its results."""
-        given = [a for a in tree_leaves(args) if isinstance(a, Tensor) and a.ndim > 0]
-        return bool(given) and all(self._hosted(a.untyped_storage()._cdata) for a in given)
-
-    def _hosted(self, key: int) -> bool:
-        return key in self.live and self.live[key][2] is None
+        places = [self.live.get(a.untyped_storage()._cdata, (None, 0, ""))[2] for a in tensors_in(args) if a.ndim > 0]
+        return {*places} == {None}
 
     def see(self, tensor: Tensor, operation: str = "") -> None:
         if tensor.device.type != "cpu":

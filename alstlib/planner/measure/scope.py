@@ -6,7 +6,6 @@ backward. Nothing here holds a tensor, so that lifetimes stay as they are.
 
 from __future__ import annotations
 
-import functools
 import re
 from contextlib import ExitStack
 from typing import Any
@@ -73,20 +72,26 @@ class Places(ExitStack):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.stack: list[str] = []
+        self._tagging: list[_Tag | None] = []
         self._last = ROOT
         for name, module in model.named_modules(prefix=ROOT):
-            self.callback(module.register_forward_pre_hook(functools.partial(self._enter, name)).remove)
+            self.callback(module.register_forward_pre_hook(self._enter(name)).remove)
             self.callback(module.register_forward_hook(self._leave, always_call=True).remove)
 
-    def __enter__(self) -> Places:
-        self.enter_context(_Tag(self.stack))
-        return super().__enter__()
+    def _enter(self, name: str) -> Any:
+        def enter(*_: Any) -> None:
+            self.stack.append(name)
+            tagging = None if torch._C._len_torch_function_stack() else _Tag(self.stack)  # none within a backward
+            if tagging is not None:
+                tagging.__enter__()
+            self._tagging.append(tagging)
 
-    def _enter(self, name: str, *_: Any) -> None:
-        self.stack.append(name)
+        return enter
 
     def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
         tag(out, self.stack.pop())
+        if (tagging := self._tagging.pop()) is not None:
+            tagging.__exit__(None, None, None)
 
     def wrap(self, thing: Any, method: str, place: str) -> None:
         """What this object's method makes belongs to a category of its own, whichever module calls it."""

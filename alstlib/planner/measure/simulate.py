@@ -296,11 +296,9 @@ class _Recorder(_CpuInstrument):
         if self.place is not None and self.bytes > before:
             self.rising = f"{self.place()}|{operation}"
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        if self.place is not None and "attention" in str(func) and "backward" in str(func):
-            self.note(f"{self.place()}{KERNEL}|{func}")
-        return out
+    def ran(self, operation: str) -> None:
+        if self.place is not None and "attention" in operation and "backward" in operation:
+            self.note(f"{self.place()}{KERNEL}|{operation}")
 
     def _drop(self, key: int) -> None:
         if self.rising:
