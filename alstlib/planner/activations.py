@@ -258,15 +258,13 @@ def _kept(
     """What `MemoryPlan` decides: of how many layers one input is kept, layers whose attention outputs are kept, host
     bytes of both, the least host bytes that would do, bytes on the disk, and whether that is too small. What `auto`
     keeps on a GPU, where only room is taken that nothing else needs, is not foretold."""
-    layers, save = shape.layers, run.options.save_attention
-    if not run.options.checkpoint:
-        return 1, 0, 0, 0, 0, False
-    if not run.options.offload:
-        return 1, shape.attending if save is True else 0, 0, 0, 0, False
+    layers, attending, save = shape.layers, shape.attending, run.options.save_attention
+    if not (run.options.checkpoint and run.options.offload):
+        return 1, attending if run.options.checkpoint and save is True else 0, 0, 0, 0, False
     room = host_room(run, free)
     how: dict[str, Any] = {
         "streamed": run.chunk is not None, "travels": streaming.hidden, "tables": streaming.tables,
-        "pages": streaming.keys * streaming.kv, "attending": shape.attending,
+        "pages": streaming.keys * streaming.kv, "attending": attending,
     }  # fmt: skip
     every, outputs, needs, staged = kept_with_disk(room, disk, layers, size, output, save, **how)
     least = kept_on_host(0, layers, size, output, save, **how)[2]
@@ -274,7 +272,7 @@ def _kept(
     host, away = needs, 0
     if staged:
         movable, sums = layers * size + outputs * output, 4 * tokens * shape.heads
-        kept = {round((i + 0.5) * layers / shape.attending - 0.5) for i in range(outputs)} if shape.attending else set()
+        kept = {round((i + 0.5) * layers / attending - 0.5) for i in range(outputs)}
         chunks = -(-tokens // run.chunk) if run.chunk and run.chunk < tokens else 0
         _, away, moving = sent_away(room, needs - movable, layers, size, (output - sums, sums), kept, chunks)
         host += moving - away

@@ -22,7 +22,7 @@ from alstlib.planner.gpus import GPUS, Rates, label_bytes, rates_of
 from alstlib.planner.machine import Machine, Overheads, read_machine
 from alstlib.planner.model_shapes import Shape, read_shape
 from alstlib.planner.prediction import Prediction, with_degree
-from alstlib.planner.question import CHUNKS, NEEDED, Answer, Question, Variant, trained_length
+from alstlib.planner.question import CHUNKS, NEEDED, Question, Variant, trained_length
 from alstlib.planner.rendering import LATE, PATIENCE, describe, describe_machines, introduce, say, table
 from alstlib.planner.tables import console
 from alstlib.planner.trees import cost
@@ -136,37 +136,36 @@ class Request:
     def question(self, rates: Rates, gpus: int) -> Question:
         """The question about so many of one kind of GPU."""
         args, measured, assumed = self.args, self.measured, dict[str, str]()
-        usual = measured.per_node if measured else rates.node_gpus
-        per_node = usual if args.gpus_per_node is None else args.gpus_per_node
-        ranks, terms = min(gpus, per_node), self.terms
-        memory = label_bytes(args.gpu_memory) if args.gpu_memory else int(rates.usable) or None
-        host = parse_quantity(args.host_memory, "host-memory") if args.host_memory else None
+        usual = measured or Machine(per_node=rates.node_gpus, gpu_memory=int(rates.usable) or None, rates=rates)
+        host, terms = usual.host_memory, self.terms
+        if args.host_memory:  # which holds the processes too, and what was measured as free does not
+            host, terms = parse_quantity(args.host_memory, "host-memory"), {"process": Overheads().process, **terms}
+        machine = replace(
+            usual, gpus=gpus, per_node=usual.per_node if args.gpus_per_node is None else args.gpus_per_node,
+            gpu_memory=label_bytes(args.gpu_memory) if args.gpu_memory else usual.gpu_memory, host_memory=host,
+            overheads=replace(usual.overheads, **terms),
+        )  # fmt: skip
         if args.gpus is None and self.gpus is not None and not measured:
             assumed["--gpus"] = f"{gpus} GPUs"
         if not args.gpu and not measured and len(self.rates) == 1:
             assumed["--gpu"] = f"the speed of {rates.name}" if args.gpu_memory else rates.name
-        if measured:
-            beside = {} if host else {"process": measured.overheads.process}
-            host = host or measured.host_memory
-            terms = {"context": measured.overheads.context, "nccl": measured.overheads.nccl, **beside, **terms}
-        elif host is None and rates.node_host:
+        if host is None and rates.node_host:
+            ranks = machine.ranks_of_node
             host = ranks * rates.node_host
             assumed["--host-memory"] = f"{host / 1e9:,.0f} GB on each node, as clouds have with {ranks} x {rates.name}"
-        machine = Machine(
-            gpus=gpus, per_node=per_node, gpu_memory=memory, host_memory=host, rates=rates,
-            device=measured.device if measured else "cuda", overheads=Overheads(**terms),
-        )  # fmt: skip
-        rate = parse_quantity(args.disk_rate.removesuffix("/s"), "disk-rate") if args.disk_rate else None
-        usual_rate = measured.disk_rate if measured else machine.disk_rate
+            machine = replace(machine, host_memory=host)
         machine = replace(
-            machine, disk=parse_quantity(args.disk, "disk") if args.disk else None, disk_rate=float(rate or usual_rate),
+            machine, disk=parse_quantity(args.disk, "disk") if args.disk else None,
             disk_life=parse_quantity(args.disk_life, "disk-life") if args.disk_life else None,
         )  # fmt: skip
+        if args.disk_rate:
+            rate = parse_quantity(args.disk_rate.removesuffix("/s"), "disk-rate")
+            machine = replace(machine, disk_rate=float(rate))
         run = with_degree(self.shape, self.run, machine, args.preset)
         ranks = run.engine.sp or gpus
         if self.seq_len is not None and self.seq_len < ranks:
             raise ValueError(f"seq-len={self.seq_len} must be at least {ranks}: one token for each rank")
-        images = self.shape.images
+        images, memory = self.shape.images, machine.gpu_memory
         if images and self.seq_len is not None and self.seq_len < images.tokens:
             raise ValueError(f"seq-len={self.seq_len} must be at least {images.tokens}: the tokens of its images")
         named = args.gpu_memory or (f"measured in {args.machine}" if measured else rates.name)
@@ -316,9 +315,9 @@ def as_json(question: Question, best: Prediction | None, found: Prediction | Non
         {
             "what": one.what, "changes": one.changes, "gpus": one.question.machine.gpus,
             "nodes": one.question.machine.nodes, "host_memory": one.question.machine.host_memory,
-            "disk": one.question.machine.disk, "seq_len": at.seq_len, "step_seconds": at.seconds["step"],
+            "disk": one.question.machine.disk, "seq_len": one.found.seq_len, "step_seconds": one.found.seconds["step"],
         }
-        for one in question.remedies(found.seq_len if best else None) if (at := one.at or one.best)
+        for one in question.remedies(found.seq_len if best else None)
     ]  # fmt: skip
     made["options"] = not_default(run)
     return made
@@ -344,21 +343,21 @@ MOST = 1024
 """GPUs of the largest machine that is tried."""
 
 
-def answer(request: Request, rates: Rates, gpus: int) -> Answer:
+def answer(request: Request, rates: Rates, gpus: int) -> Variant:
     """The first of `NEEDED` with which so many GPUs hold the asked length, or without one any length; else the last."""
     question = request.question(rates, gpus)
     given = question.preset != "ours" or question.run.options.chunk or question.run.block
     for needs, changes in NEEDED.items() if not given else [("", {})]:
         changes = CHUNKS if needs and question.run.engine.offload_params else changes
-        other = replace(question, run=question.run.replace(**changes))
-        found = other.at(request.seq_len) if request.seq_len else other.longest() or other.at(other.shortest)
-        made = Answer(other, needs, found)
-        if found.fits:
+        other = question.with_changes(changes)
+        at = other.at(request.seq_len) if request.seq_len else None
+        made = Variant(needs, changes, other, None if at else other.longest(), at)
+        if made.found.fits:
             break
     return made
 
 
-def smallest(request: Request, rates: Rates) -> Answer:
+def smallest(request: Request, rates: Rates) -> Variant:
     """The smallest machine of this kind of GPU that holds the asked length: a power of two of them."""
     assert request.seq_len is not None
     counts = [1 << n for n in range(MOST.bit_length()) if 1 << n <= request.seq_len]
@@ -381,7 +380,7 @@ def machines(request: Request) -> int:
                 {
                     "gpu": one.question.machine.rates.name, "gpus": one.question.machine.gpus,
                     "nodes": one.question.machine.nodes, "understood": one.question.understood,
-                    "assumed": one.question.assumed, "changes": NEEDED[one.needs], **speeds(one.question, one.found),
+                    "assumed": one.question.assumed, "changes": one.changes, **speeds(one.question, one.found),
                 }
                 for one in answers
             ],

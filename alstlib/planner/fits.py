@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
@@ -133,18 +133,14 @@ def lines_at(question: StepQuestion, tokens: int) -> Lines:
     Raises:
         ValueError: the model or an option is refused by `apply`; the message is its own.
     """
-    text = question.text
-    known = _known(text)
-    for found in known:
-        if found["from"] <= tokens <= found["to"]:
-            moments = [Moment(place, kernel, line) for place, kernel, line in found["moments"]]
-            return Lines(moments, tuple(found["host"]))
     asked = question.to_dict()
     chunks = f", in chunks of {question.run.chunk:,} tokens" if question.run.chunk else ""
-    with watched(f"simulating steps of {question.run.model.name}, sp={question.ranks}{chunks}"):
-        known.append(_ask("span", {"question": asked, "tokens": tokens}))
-    _keep(text, {"span": {**asked, "run": not_default(question.run)}, "found": known})
-    return lines_at(question, tokens)
+    found = _once(
+        "span", question.text, {**asked, "run": not_default(question.run)},
+        f"simulating steps of {question.run.model.name}, sp={question.ranks}{chunks}",
+        {"question": asked, "tokens": tokens}, lambda one: one["from"] <= tokens <= one["to"],
+    )  # fmt: skip
+    return Lines([Moment(*moment) for moment in found["moments"]], tuple(found["host"]))
 
 
 def facts_of(name: str, overrides: Mapping[str, Any], trust_remote_code: bool, images: bool = False) -> dict[str, Any]:
@@ -175,13 +171,24 @@ def tower_of(run: RunConfig, device: str, size: Sequence[int] | None) -> dict[st
     return _once("tower", text, {"question": question.to_dict(), "size": size}, said)
 
 
-def _once(what: str, text: str, asked: Mapping[str, Any], said: str) -> dict[str, Any]:
-    """An answer that is asked for only where it is not known; `said` is shown meanwhile."""
-    if not (known := _known(text)):
+def _once(
+    what: str, text: str, kept: Mapping[str, Any], said: str, asked: Mapping[str, Any] | None = None,
+    holds: Callable[[dict[str, Any]], bool] = lambda one: True,
+) -> dict[str, Any]:  # fmt: skip
+    """The first known answer that holds; where there is none, that of the simulator.
+
+    Args:
+        kept: what the cache says of the question.
+        said: what is shown meanwhile.
+        asked: what the simulator is asked; None: what is `kept`.
+    """
+    known = _known(text)
+    if (found := next(filter(holds, known), None)) is None:
         with watched(said):
-            known.append(_ask(what, asked))
-        _keep(text, {what: asked, "found": known})
-    return dict(known[0])
+            found = _ask(what, asked or kept)
+        known.append(found)
+        _keep(text, {what: kept, "found": known})
+    return found
 
 
 class NotSimulated(ValueError):

@@ -89,22 +89,18 @@ def rates_known(machine: Machine) -> bool:
     return machine.device != "cpu" and machine.rates.name != UNKNOWN
 
 
-def machine_of(run: RunConfig, nodes: int, gpus: int, host: int | None = None, gpu_free: int | None = None) -> Machine:
+def machine_of(run: RunConfig, nodes: int, gpus: int) -> Machine:
     """This machine and others like it, for a resolved run. `gpus` are those that it has; with none, ranks run on its
-    CPU, and `device_memory` stands in for a device's. `host` and `gpu_free` are the bytes that the least free of the
-    nodes has on its host and on a GPU; None: what this machine has."""
-    memory, host = run.limits.device_memory, host_free() if host is None else host
-    ranks = run.engine.world_size
-    here = Machine(gpus=ranks, per_node=max(1, ranks // nodes), gpu_memory=memory, host_memory=host)
-    disk = run.options.disk
+    CPU, and `device_memory` stands in for a device's."""
+    memory, ranks, disk = run.limits.device_memory, run.engine.world_size, run.options.disk
+    here = Machine(gpus=ranks, per_node=max(1, ranks // nodes), gpu_memory=memory, host_memory=host_free())
     folder = disk.folder if disk else run.engine.nvme_path
     if folder is not None and Path(folder).is_dir():
         here = replace(here, disk=shutil.disk_usage(folder).free, checkpoints_on_disk=disk is not None)
     if not gpus:
         return replace(here, device="cpu", overheads=Overheads(process=CPU_PROCESS))
     name, found = devices.first_gpu()
-    memory = memory or min((n for n in (found, gpu_free) if n), default=None)
-    return replace(here, gpu_memory=memory, rates=rates_named(name) or replace(rates_of("H100"), name=UNKNOWN))
+    return replace(here, gpu_memory=memory or found, rates=rates_named(name) or replace(rates_of("H100"), name=UNKNOWN))
 
 
 def read_machine(path: str | Path) -> Machine:

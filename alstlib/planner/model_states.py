@@ -69,8 +69,8 @@ def model_states(
     last tensor counted whole, and keeps those that it will use again within two buckets
     (`stage3_max_reuse_distance`): a model of less than two buckets stays gathered from the first layer on. In forward,
     the buffer in which weights arrived is held until the last of them is used: a bucket more, beside fewer activations,
-    which is not counted. It shows where a bucket is most of a layer's memory: `ours` of `ablation-quick` takes 17.15 MiB
-    where 15.92 are predicted.
+    which is not counted. It shows where a bucket is most of a layer's memory: `ours` of `ablation-quick`
+    takes 17.15 MiB where 15.92 are predicted.
 
     Where a layer and the embedding are more than two buckets, nothing is gathered ahead, and these are what is there:
     the head is still gathered when the last layer's backward runs, where memory peaks while checkpoints lie on the

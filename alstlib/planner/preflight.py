@@ -69,12 +69,12 @@ def as_metrics(found: Prediction, machine: Machine) -> dict[str, Any]:
     }
 
 
-def why_not(run: RunConfig, nodes: int, gpus: int, host: int | None = None, gpu_free: int | None = None) -> str | None:
+def why_not(run: RunConfig, nodes: int, gpus: int) -> str | None:
     """Why a resolved run cannot fit this machine (`machine_of`), and what would; None where it may. Runs that search
     for a length, or that the planner does not know, are not judged."""
     if run.search:
         return None
-    machine = machine_of(run, nodes, gpus, host, gpu_free)
+    machine = machine_of(run, nodes, gpus)
     try:
         with _patience(run, machine):
             shape, found = _expected(run, machine)
@@ -138,10 +138,8 @@ def limits(run: RunConfig, nodes: int, gpus: int) -> tuple[float, float]:
 def time_limit(run: RunConfig, nodes: int, gpus: int, trains: bool = True) -> tuple[float, str]:
     """Seconds after which the launcher ends a resolved run, and which limit this is. The planner is not asked about a
     run that does not train."""
-    if run.limits.timeout == 0:
-        return math.inf, "no time limit (limits.timeout=0)"
-    if run.limits.timeout:
-        return run.limits.timeout, f"limits.timeout={run.limits.timeout:g} s"
+    if (given := run.limits.timeout) is not None:
+        return (given, f"limits.timeout={given:g} s") if given else (math.inf, "no time limit (limits.timeout=0)")
     seconds = limits(run, nodes, gpus)[0] if trains else DAY
     reasons = {HOUR: "the shortest default", DAY: "no time is predicted"}
     why = reasons.get(seconds, f"{FACTOR} times the prediction")

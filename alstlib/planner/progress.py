@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import TypeVar
 
@@ -47,7 +47,7 @@ def watched(what: str, parts: Collection[Part] = ()) -> Iterator[Iterator[Part]]
     """The parts, of which is shown which one is under way and about how long it takes until all are done, while the
     block goes through them."""
     outer, began = _SHOWN.get(), time.monotonic()
-    shown = _Loops() if outer is None else outer
+    shown = outer or _Loops()
     token, line = _SHOWN.set(shown), shown.add_task(what)
 
     def each() -> Iterator[Part]:
@@ -58,12 +58,9 @@ def watched(what: str, parts: Collection[Part] = ()) -> Iterator[Iterator[Part]]
             shown.say()
             yield part
 
-    try:
-        if outer is None and not shown.disable:
-            shown.start()
-        yield each()
-    finally:
-        shown.remove_task(line)
-        if outer is None and not shown.disable:  # before rich 15 it would print an empty line
-            shown.stop()
-        _SHOWN.reset(token)
+    with nullcontext() if outer or shown.disable else shown:  # before rich 15 a disabled one prints an empty line
+        try:
+            yield each()
+        finally:
+            shown.remove_task(line)
+            _SHOWN.reset(token)

@@ -188,8 +188,8 @@ class Question:
         length = seq_len or self.shortest
         with suppress(NotSimulated):
             for one in self._remedies(length) if self.preset == "ours" else ():
-                if (at := one.question.at(length)).fits:
-                    yield replace(one, at=at) if seq_len else replace(one, best=one.question.longest())
+                if (at := one.question.at(length)).fits and (found := at if seq_len else one.question.longest()):
+                    yield replace(one, at=found)
 
     def _remedies(self, seq_len: int) -> Iterator[Variant]:
         """What may let it fit."""
@@ -307,6 +307,12 @@ class Variant:
     """The prediction at a length that was asked about."""
 
     @property
+    def found(self) -> Prediction:
+        """The prediction at the length that was asked about, or at the longest that fits, or at the shortest, which
+        does not fit."""
+        return self.at or self.best or self.question.at(self.question.shortest)
+
+    @property
     def longest(self) -> int:
         return self.best.seq_len if self.best else 0
 
@@ -318,8 +324,8 @@ class Variant:
     @property
     def link(self) -> bool:
         """Whether the link to the host holds a step up at that length."""
-        found = self.at or self.best
-        return found is not None and found.seconds["waiting for memory and network"] > 0.02 * found.seconds["step"]
+        seconds = self.found.seconds
+        return bool(self.best) and seconds["waiting for memory and network"] > 0.02 * seconds["step"]
 
 
 def trained_length(run: RunConfig) -> int | None:
@@ -332,14 +338,3 @@ def trained_length(run: RunConfig) -> int | None:
     scaled = scaling.get("factor", 1) * scaling.get("original_max_position_embeddings", 0)
     length = config.get("max_position_embeddings") or config.get("n_positions") or TRAINED.get(public, 0)
     return int(max(length, scaled)) or None
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One machine, and what it holds."""
-
-    question: Question
-    needs: str
-    """The settings (of `NEEDED`) with which the machine holds it."""
-    found: Prediction
-    """The asked length; without one the longest that fits, or the shortest, which does not fit."""

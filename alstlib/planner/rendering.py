@@ -18,7 +18,7 @@ from alstlib.planner.fits import known_only
 from alstlib.planner.machine import Machine, rates_known
 from alstlib.planner.model_shapes import Shape
 from alstlib.planner.prediction import Prediction
-from alstlib.planner.question import NEEDED, Answer, Question, Variant, changed, settings
+from alstlib.planner.question import NEEDED, Question, Variant, changed, settings
 from alstlib.planner.tables import listed
 
 MEANING = {
@@ -268,9 +268,8 @@ def describe_remedies(question: Question, found: Prediction, nothing: bool) -> I
     """What works where the asked length does not fit, or `nothing` does."""
     rows = []
     for one in question.remedies(None if nothing else found.seq_len):
-        if at := one.at or one.best:
-            changes = f" ({settings(one.changes)})" if one.changes else ""
-            rows.append((*_reach(at), f"{one.question.tokens_per_second(at):,.0f}", one.what + changes))
+        changes = f" ({settings(one.changes)})" if one.changes else ""
+        rows.append((*_reach(one.found), f"{one.question.tokens_per_second(one.found):,.0f}", one.what + changes))
     if rows:
         head = ["longest" if nothing else "tokens", "its step", "tokens/s/GPU", "with"]
         yield "\nWhat works:\n"
@@ -306,7 +305,7 @@ def describe_ways(ways: Sequence[Variant]) -> Iterator[Any]:
     yield listed(head, rows, ["longest", "its step", head[3]])
 
 
-def describe_machines(answers: Sequence[Answer], wanted: int | None, most: int | None) -> Iterator[Any]:
+def describe_machines(answers: Sequence[Variant], wanted: int | None, most: int | None) -> Iterator[Any]:
     """Several machines: which hold the wanted length, or how far each reaches. `most`: the smallest of up to so many
     GPUs were looked for."""
     first = answers[0].question
@@ -320,7 +319,7 @@ def describe_machines(answers: Sequence[Answer], wanted: int | None, most: int |
     rows = [_machine(one, last) for one in answers]
     yield listed(head, [[row.get(name, "") for name in head] for row in rows], head[1:-1])
     yield "\nGPU and host: GiB that one GPU and its share of the host take, of those that are there."
-    for needs in sorted({one.needs for one in answers if one.found.fits} - {""}):
+    for needs in sorted({one.what for one in answers if one.found.fits} - {""}):
         yield f"{needs}: {' '.join(f'--set {name}={value}' for name, value in NEEDED[needs].items())}"
     assumed = {option: text for one in answers for option, text in one.question.assumed.items()}
     if "--host-memory" in assumed:
@@ -331,7 +330,7 @@ def describe_machines(answers: Sequence[Answer], wanted: int | None, most: int |
     yield "Give --gpu and --gpus of one line for its memory in parts and other ways to run the model."
 
 
-def _machine(one: Answer, last: str) -> dict[str, str]:
+def _machine(one: Variant, last: str) -> dict[str, str]:
     """What the table says of a machine, by column: in the `last` what it `needs`, or its `limit`."""
     question, found = one.question, one.found
     row = {"GPUs": question.name, "nodes": f"{question.machine.nodes:,}"}
@@ -343,7 +342,7 @@ def _machine(one: Answer, last: str) -> dict[str, str]:
         "GPU": _of_there(found.device_peak, found.device_limit), "host": _of_there(found.host_peak, found.host_limit),
         "longest": format_tokens(found.seq_len), "step": format_seconds(found.seconds["step"]),
         "tok/s/GPU": f"{question.tokens_per_second(found):,.0f}", "MFU": f"{share:.0%}" if share else "",
-        last: ", ".join(filter(None, [limit, one.needs])),
+        last: ", ".join(filter(None, [limit, one.what])),
     }  # fmt: skip
 
 

@@ -115,11 +115,11 @@ def copied_bytes(
     return copied
 
 
-def least_chunk(shape: Shape, rates: Rates, ranks: int = 1, element: int = 2) -> int:
+def least_chunk(shape: Shape, rates: Rates, ranks: int = 1) -> int:
     """Tokens of a rank in the shortest chunk with which copies of keys and values hide behind attention: a page comes
-    from the host for each chunk of queries, in backward with the sums of its gradients, which go back too."""
+    from the host for each chunk of queries, in bf16, in backward with the sums of its gradients, which go back too."""
     pair = 2 * shape.heads * (shape.head_dim + shape.value_dim)  # FLOPs of a query and a key, of all ranks together
     per_token = kv_needed(shape.heads, shape.kv_heads, ranks) * (shape.head_dim + shape.value_dim)  # of one rank
-    forward = per_token * element / rates.host * rates.attention_forward / pair
-    backward = per_token * (element + 4) / rates.host * rates.attention_backward / (2.5 * pair)
+    forward = per_token * 2 / rates.host * rates.attention_forward / pair
+    backward = per_token * 6 / rates.host * rates.attention_backward / (2.5 * pair)
     return math.ceil(max(forward, backward))

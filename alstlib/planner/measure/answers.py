@@ -7,7 +7,7 @@ import functools
 import importlib
 import json
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -109,16 +109,16 @@ def _without_smaller(
         bases, slopes = zip(*lines[key].values()) if lines[key] else ((0.0,), (0.0,))
         return sum(bases) + tokens * sum(slopes), sum(slopes)
 
-    def group(key: str) -> tuple[str, bool]:
+    parts: dict[tuple[str, bool], list[str]] = defaultdict(list)
+    for key in lines:
         place = key.partition("|")[0]
-        return part_of(place), KERNEL in place
-
-    groups = [*dict.fromkeys(map(group, lines))]
+        parts[part_of(place), KERNEL in place].append(key)
     kept: dict[str, dict[str, tuple[float, float]]] = {}
-    steepest = dict.fromkeys(groups, -1.0)
-    for key in sorted(lines, key=lambda key: (-groups.index(group(key)), size(key), key), reverse=True):
-        if (slope := size(key)[1]) > steepest[group(key)]:
-            kept[key], steepest[group(key)] = lines[key], slope
+    for keys in parts.values():
+        steepest = -1.0
+        for key in sorted(keys, key=lambda key: (size(key), key), reverse=True):
+            if (slope := size(key)[1]) > steepest:
+                kept[key], steepest = lines[key], slope
     return kept
 
 

@@ -69,15 +69,8 @@ class Deep:
         with torch.device("meta"):
             self.model = self.whole()
         self.layers = decoder_layers(self.model)
-        self.holder = next(
-            (
-                (parent, name)
-                for parent in self.model.modules()
-                for name, m in parent.named_children()
-                if isinstance(m, nn.ModuleList) and list(m) == self.layers
-            ),
-            None,
-        )
+        lists = (name for name, m in self.model.named_modules() if isinstance(m, nn.ModuleList) and [*m] == self.layers)
+        self.holder = next(lists, None)
         kinds = kinds_of_layers(self.layers)
         last = {kind: i for i, kind in enumerate(kinds)}
         self.chosen = sorted({0, *last.values()})
@@ -98,7 +91,6 @@ class Deep:
 
     def at(self, seq_len: int) -> Simulated:
         """The whole model at this length."""
-        gc.collect()  # fake tensors of earlier steps, which a search of an hour would let grow to gigabytes
         first, *rest = self.chosen
         models = [self.chosen, *([first, i, *rest] for i in self.further.values())]
         with watched("models of a few layers", models) as each:
@@ -170,6 +162,7 @@ class Deep:
         try:
             found = self.run_step(self._with(which), run, tiles)
         finally:
+            gc.collect()  # the step's fake tensors, which a search of an hour would let grow to gigabytes
             if thawed:
                 gc.unfreeze()
 
@@ -184,12 +177,12 @@ class Deep:
     def _with(self, which: Sequence[int]) -> Any:
         if self.holder is None:
             return copy.deepcopy(self.model)
-        (parent, held), depth = self.holder, len(self.layers)
-        setattr(parent, held, nn.ModuleList([self.layers[i] for i in which]))
+        depth = len(self.layers)
+        self.model.set_submodule(self.holder, nn.ModuleList([self.layers[i] for i in which]))
         try:
             model = copy.deepcopy(self.model)
         finally:
-            setattr(parent, held, nn.ModuleList(self.layers))
+            self.model.set_submodule(self.holder, nn.ModuleList(self.layers))
         configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
         for config in [*configs.values(), model.config.get_text_config()]:
             for name, value in list(vars(config).items()):

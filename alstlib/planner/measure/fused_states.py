@@ -13,8 +13,11 @@ G groups, C channels, W the convolution's width.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -33,15 +36,12 @@ SCAN = 2048
 @contextlib.contextmanager
 def fused_states(model: nn.Module) -> Iterator[None]:
     """Give the model's mixers these kernels, as on a GPU that has their packages."""
-    spaces = {id(space := plain_forward(m).__globals__): space for m in mixers_of(model)}
-    before = [(space, name, space[name]) for space in spaces.values() for name in STAND_INS if name in space]
-    for space, name, _ in before:
-        space[name] = STAND_INS[name]
-    try:
+    modules = {sys.modules[plain_forward(m).__module__] for m in mixers_of(model)}
+    with contextlib.ExitStack() as patches:
+        for module, name in itertools.product(modules, STAND_INS):
+            if hasattr(module, name):
+                patches.enter_context(mock.patch.object(module, name, STAND_INS[name]))
         yield
-    finally:
-        for space, name, own in before:
-            space[name] = own
 
 
 def some(like: Tensor, numbers: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -14,17 +14,18 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from alstlib.base.mesh import accelerator
 from alstlib.offload.host_store import HostStore
+
+DEVICE = torch.ops.prim.device.default
 
 
 class DeviceOutOfMemory(MemoryError):
@@ -42,6 +43,16 @@ def ran_out(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text.lower() in str(error).lower() for text in RAN_OUT)
 
 
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of what an operation takes or makes: lists and tuples alone, because `pytree`, which knows every
+    container, is slow, and each operation asks."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from tensors_in(one)
+
+
 class _CpuInstrument(TorchDispatchMode):
     """Counts the bytes of CPU storages alive, from the operations that make them."""
 
@@ -49,28 +60,34 @@ class _CpuInstrument(TorchDispatchMode):
         super().__init__()
         self.budget, self.record = budget, record
         self.place: Callable[[], str] | None = None
-        self.live: dict[int, tuple[Any, int, str]] = {}
-        self.hosted: set[int] = set()
+        self.live: dict[int, tuple[Any, int, str | None]] = {}  # without a place: on the host
+        self.hosting = False
         self.bytes = self.peak = 0
         self.places: Counter[str] = Counter()
         self.curve: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE:  # which most calls under fake tensors ask for
+            return args[0].device
         out = func(*args, **(kwargs or {}))
-        if not isinstance(out, Tensor | list | tuple):  # most calls under fake tensors ask for a device
+        if not isinstance(out, Tensor | list | tuple):
             return out
-        on_host = bool(self.hosted) and self._on_host(args)
-        for leaf in tree_leaves(out):
-            if on_host and isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in self.live:
-                self.host(leaf)
-            elif isinstance(leaf, Tensor):
-                self.see(leaf, str(func))
+        on_host, operation = self.hosting and self._on_host(args), str(func)
+        for tensor in tensors_in(out):
+            if on_host and tensor.untyped_storage()._cdata not in self.live:
+                self.host(tensor)
+            else:
+                self.see(tensor, operation)
+        self.ran(operation)
         return out
+
+    def ran(self, operation: str) -> None:
+        """An operation that made tensors has run."""
 
     def _on_host(self, args: Any) -> bool:
         """Whether an operation computes on host memory only, as an offloaded optimizer does: so are its results."""
-        given = [a for a in tree_leaves(args) if isinstance(a, Tensor) and a.ndim > 0]
-        return bool(given) and all(a.untyped_storage()._cdata in self.hosted for a in given)
+        places = [self.live.get(a.untyped_storage()._cdata, (None, 0, ""))[2] for a in tensors_in(args) if a.ndim > 0]
+        return {*places} == {None}
 
     def see(self, tensor: Tensor, operation: str = "") -> None:
         if tensor.device.type != "cpu":
@@ -82,9 +99,7 @@ class _CpuInstrument(TorchDispatchMode):
                 return
             self._drop(key)
         place = self.place() if self.place is not None else ""
-        self.live[key] = (weakref.ref(storage, lambda _, key=key: self._drop(key)), nbytes, place)  # type: ignore[misc]
-        if key in self.hosted:
-            return
+        self._keep(storage, place)
         self._count(place, nbytes)
         self.peak = max(self.peak, self.bytes)
         if self.budget is not None and self.bytes > self.budget:
@@ -93,11 +108,14 @@ class _CpuInstrument(TorchDispatchMode):
                 f"{self.budget:,} bytes"
             )
 
+    def _keep(self, storage: Any, place: str | None) -> None:
+        key = storage._cdata
+        gone = weakref.ref(storage, lambda _: self._drop(key))
+        self.live[key] = (gone, storage.nbytes(), place)
+
     def _drop(self, key: int) -> None:
-        _, nbytes, place = self.live.pop(key, (None, 0, ""))
-        if key in self.hosted:
-            self.hosted.discard(key)
-        elif nbytes:
+        _, nbytes, place = self.live.pop(key, (None, 0, None))
+        if place is not None and nbytes:
             self._count(place, -nbytes)
 
     def _count(self, place: str, nbytes: int) -> None:
@@ -106,27 +124,25 @@ class _CpuInstrument(TorchDispatchMode):
         if self.record:
             self.curve.append(self.bytes)
 
-    def move(self, tensor: Tensor, place: str) -> None:
-        """Count this tensor's storage under another place from now on."""
-        key = tensor.untyped_storage()._cdata
-        if key in self.live and key not in self.hosted:
-            reference, nbytes, before = self.live[key]
-            self.live[key] = (reference, nbytes, place)
-            self.places[before] -= nbytes
+    def move(self, tensor: Tensor, place: str | None) -> None:
+        """Count this tensor's storage under another place from now on; None: as host memory."""
+        reference, nbytes, before = self.live.get(key := tensor.untyped_storage()._cdata, (None, 0, None))
+        if before is None:
+            return
+        self.live[key] = (reference, nbytes, place)
+        self.places[before] -= nbytes
+        if place is None:
+            self.bytes -= nbytes
+        else:
             self.places[place] += nbytes
 
     def host(self, tensor: Tensor) -> None:
         """Count this tensor's storage as host memory from now on."""
-        key = tensor.untyped_storage()._cdata
-        if key in self.hosted:
-            return
-        self.hosted.add(key)
-        if key in self.live:
-            _, nbytes, place = self.live[key]
-            self.bytes -= nbytes
-            self.places[place] -= nbytes
+        self.hosting, storage = True, tensor.untyped_storage()
+        if storage._cdata in self.live:
+            self.move(tensor, None)
         else:
-            self.see(tensor)
+            self._keep(storage, None)
 
 
 class Ledger:

@@ -161,12 +161,21 @@ def run_model(
     device as if there were some."""
     states = fused_states(model) if device == "cuda" else nullcontext()
     stay: Any = mock.patch.object(attach, "travels", return_value=False) if images else nullcontext()
+    with some_of_many(), states, stay, attached(model, run, ranks, device, capability, tiles) as handle:
+        return step(run, model, handle, handle.ctx)
+
+
+@contextmanager
+def attached(
+    model: Any, run: RunConfig, ranks: int, device: str, capability: int = 9, tiles: TileRule | None = None
+) -> Iterator[alstlib.Handle]:
+    """A model on meta with fake weights, attached on one of so many ranks, with kernels and tiles as on a device."""
     with (
-        fake_ranks(ranks) as ctx, as_on(device, capability, tiles), some_of_many(), states, stay,
+        fake_ranks(ranks) as ctx, as_on(device, capability, tiles),
         alstlib.apply(model, ctx, run.options) as handle, FakeTensorMode(allow_non_fake_inputs=True),
     ):  # fmt: skip
         drop_gradients(model.to_empty(device="cpu"))  # which makes new weights, without hooks
-        return step(run, model, handle, ctx)
+        yield handle
 
 
 @contextmanager
@@ -287,11 +296,9 @@ class _Recorder(_CpuInstrument):
         if self.place is not None and self.bytes > before:
             self.rising = f"{self.place()}|{operation}"
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        if self.place is not None and "attention" in str(func) and "backward" in str(func):
-            self.note(f"{self.place()}{KERNEL}|{func}")
-        return out
+    def ran(self, operation: str) -> None:
+        if self.place is not None and "attention" in operation and "backward" in operation:
+            self.note(f"{self.place()}{KERNEL}|{operation}")
 
     def _drop(self, key: int) -> None:
         if self.rising:
@@ -308,14 +315,20 @@ def step(run: RunConfig, model: Any, handle: alstlib.Handle, ctx: alstlib.SPCont
     """What one step of an attached model takes, whose gradients are dropped."""
     batch = shard_of(ctx, run.data.seq_len // ctx.sp)
     sent = handle.wire_bytes
-    with Places(model) as places, Recording(stores=[handle.store], place=places.now) as ledger:
-        watch(handle, places, ledger)
-        start = ledger.device_bytes
+    with recorded(model, handle) as (ledger, start):
         alstlib.causal_lm_loss(model, batch).loss.backward()
     return Simulated(
         moments_of(ledger, start), handle.store.peak_nbytes, handle.wire_bytes - sent, handle.attention.backend_name,
         tuple(handle.recurrences),
     )  # fmt: skip
+
+
+@contextmanager
+def recorded(model: nn.Module, handle: alstlib.Handle) -> Iterator[tuple[Ledger, int]]:
+    """Records what is alive, by place, over the bytes that are there at first."""
+    with Places(model) as places, Recording(stores=[handle.store], place=places.now) as ledger:
+        watch(handle, places, ledger)
+        yield ledger, ledger.device_bytes
 
 
 def moments_of(ledger: Ledger, start: int) -> dict[str, dict[str, int]]:

@@ -17,21 +17,17 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    FakeTensorMode,
     unset_fake_temporarily,
 )  # fmt: skip
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-import alstlib
 from alstlib.base.config import RunConfig
-from alstlib.base.sizing import as_on
 from alstlib.data.images import Fields, ImageLayout
 from alstlib.hf.pass_state import PassState, StepInputs
 from alstlib.hf.vision import features_made, image_layout, why_no_images
-from alstlib.planner.measure.scope import Places
-from alstlib.planner.measure.simulate import Recording, drop_gradients, fake_ranks, roomy, watch, whole_model
+from alstlib.planner.measure.simulate import attached, recorded, roomy, whole_model
 
 PLANNED = ("llava", "qwen2_vl", "qwen2_5_vl")
 """Types of models of which plans were compared with steps of real tensors."""
@@ -110,16 +106,10 @@ def _step(
     """What the tower takes for so many images, over its weights."""
     several = layout.joined([{**made, "pixel_values": made["pixel_values"].to("meta")}] * images)
     shape = several.pop("pixel_values").shape
-    with (
-        fake_ranks(1) as ctx, as_on(device),
-        alstlib.apply(model, ctx, run.options) as handle, FakeTensorMode(allow_non_fake_inputs=True),
-    ):  # fmt: skip
-        drop_gradients(model.to_empty(device="cpu"))
+    with attached(model, run, 1, device) as handle:
         state = PassState(inputs=StepInputs(shape=(1, 1), device=torch.device("cpu")))
         counter = FlopCounterMode(display=False, custom_mapping={CPU_ATTENTION: _attention_flops})
-        with Places(model) as places, Recording(stores=[handle.store], place=places.now) as ledger:
-            watch(handle, places, ledger)
-            start = ledger.device_bytes
+        with recorded(model, handle) as (ledger, start):
             given = {**several, "pixel_values": torch.empty(shape)}
             with handle.entered(state), IntegersWithValues():
                 with counter:
