@@ -294,7 +294,8 @@ def _in_order(handle: Handle, state: PassState, logps: Tensor) -> Tensor:
     if not state.inputs.striped or chunk is None:
         return logps
     for name, t in {} if found is None else vars(found).items():
-        setattr(found, name, unstripe(t.to(logps.dtype), chunk, ctx).to(t.dtype))
+        wide = t if t.is_floating_point() else t.to(torch.uint8)
+        setattr(found, name, unstripe(wide, chunk, ctx).to(t.dtype))
     return unstripe(logps, chunk, ctx)
 
 

@@ -99,7 +99,7 @@ class Handle:
         original = module.forward
 
         @torch.compiler.disable
-        @functools.wraps(original)  # others ask what it takes
+        @functools.wraps(original, updated=())  # others ask what it takes; marks of torch.compile are not for us
         def either(*args: Any, **kwargs: Any) -> Any:
             return (original if self.plain else forward)(*args, **kwargs)
 

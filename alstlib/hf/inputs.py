@@ -47,8 +47,7 @@ REFUSED = {
     ),
     **dict.fromkeys(("past_key_values", "use_cache"), "call generate() with sp=1, or after detach()"),
 }
-"""Inputs whose tokens may attend in both directions, or to what is not in the sequence. (`take_images` has taken those
-of images out of a call before.)"""
+"""Inputs that are refused, and why. (`take_images` has taken those of images out of a call before.)"""
 
 
 def handle_of(model: Any) -> Handle:
@@ -260,7 +259,7 @@ def _documents(cu: list[int] | None, kwargs: dict[str, Any], tokens: Tensor, ctx
         )
     if positions is not None and cu is not None and not readable(positions):
         return offsets  # the look would wait for a GPU
-    expected = _positions(offsets, batch, local, ctx).to(tokens.device)
+    expected = _positions(offsets, batch, local, ctx).to((tokens if positions is None else positions).device)
     if positions is None:
         kwargs["position_ids"] = expected
         return offsets

@@ -160,6 +160,8 @@ class Request:
         )  # fmt: skip
         if args.disk_rate:
             rate = parse_quantity(args.disk_rate.removesuffix("/s"), "disk-rate")
+            if not rate:
+                raise ValueError(f"disk-rate={args.disk_rate!r} must be more than 0")
             machine = replace(machine, disk_rate=float(rate))
         run = with_degree(self.shape, self.run, machine, args.preset)
         ranks = run.engine.sp or gpus

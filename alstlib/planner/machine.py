@@ -4,6 +4,7 @@ tensor."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -94,9 +95,13 @@ def machine_of(run: RunConfig, nodes: int, gpus: int) -> Machine:
     CPU, and `device_memory` stands in for a device's."""
     memory, ranks, disk = run.limits.device_memory, run.engine.world_size, run.options.disk
     here = Machine(gpus=ranks, per_node=max(1, ranks // nodes), gpu_memory=memory, host_memory=host_free())
-    folder = disk.folder if disk else run.engine.nvme_path
-    if folder is not None and Path(folder).is_dir():
-        here = replace(here, disk=shutil.disk_usage(folder).free, checkpoints_on_disk=disk is not None)
+    room = {}
+    if disk is not None and Path(disk.folder).is_dir():
+        room[os.stat(disk.folder).st_dev] = shutil.disk_usage(disk.folder).free
+    if (files := run.engine.nvme_path) is not None and Path(files).is_dir():  # where a killed attempt's still are
+        room[os.stat(files).st_dev] = shutil.disk_usage(files).total
+    if room:  # of two disks their sum, so that nothing is refused that either would take
+        here = replace(here, disk=sum(room.values()), checkpoints_on_disk=disk is not None)
     if not gpus:
         return replace(here, device="cpu", overheads=Overheads(process=CPU_PROCESS))
     name, found = devices.first_gpu()

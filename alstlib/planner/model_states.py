@@ -31,6 +31,8 @@ class Sizes:
     """Parameters of the embedding (and the head)."""
     largest: int = 0
     """Parameters of the largest tensor that is trained."""
+    tensor: int = 0
+    """Parameters of the largest tensor, whether it is trained or not."""
     trainable: int | None = None
     """The number of parameters that are trained, such as those of an adapter; None: all."""
 
@@ -122,9 +124,10 @@ def model_states(
     copies = 2 * min(buffer, whole) // element * (reduced or 0) if world > 1 or stage == 3 else 0
     largest = element * sizes.largest if away and stage < 3 else 0
     filed, paged = (where == "nvme" for where in (run.engine.offload_optimizer, run.engine.offload_params))
-    largest_part = -(-max(sizes.largest, sizes.embedding) // world)
+    largest_part, read = (-(-max(most, sizes.embedding) // world) for most in (sizes.largest, sizes.tensor))
     group = min(part, max(ON_DISK if filed and ours else SUB_GROUP, largest_part))
-    leaving = 4 * filed * min(part, buffer // (element * world))
+    in_layer = sizes.largest if sizes.largest > sizes.embedding else 0  # such as a layer's experts, in one tensor
+    leaving = 4 * filed * min(part, max(buffer // element, in_layer) // world)
     device = {
         WEIGHTS: 0 if run.engine.offload_params else weights,
         GATHERED: min(whole, gathered) if stage == 3 and not alone else 0,
@@ -142,7 +145,7 @@ def model_states(
         WEIGHTS: pinned(weights) if run.engine.offload_params and not paged else 0,
         OPTIMIZER: (8 * part + (4 * part if stage == 3 else pinned(4 * part))) if away and not filed else 0,
         GRADIENTS: sum(map(pinned, (element * part, *(4 * n for n in steps), largest))) + earlier if away else 0,
-        FILES: 16 * group * filed + element * (5 * largest_part + world * group) * paged,
+        FILES: 16 * group * filed + element * (5 * read + world * group) * paged,
     }
     disk = {WEIGHTS: weights * paged, OPTIMIZER: 12 * part * filed, GRADIENTS: 4 * part * filed}
     head = max(element * sizes.embedding, live if ahead else 0)

@@ -178,7 +178,7 @@ def states(shape: Shape, run: RunConfig, machine: Machine, preset: str = "ours")
     adapter = None if run.model.lora is None else shape.adapter_parameters(run.model.lora)
     sizes = Sizes(
         parameters=shape.parameters + (adapter or 0), layer=shape.layer_parameters, embedding=shape.embedding,
-        trainable=adapter, largest=shape.largest_tensor if adapter is None else 0,
+        trainable=adapter, largest=shape.largest_tensor if adapter is None else 0, tensor=shape.largest_tensor,
     )  # fmt: skip
     element = element_bytes(run, machine.device)
     of = {"reduced": element if machine.device == "cpu" else None}

@@ -44,7 +44,7 @@ SPARSE = "a choice of pages (not exact)"
 
 
 _CHECKPOINTS = {"options.checkpoint": True}
-_FILES = {"engine.zero_stage": 3, "engine.offload_optimizer": "nvme", "engine.nvme_path": "/scratch"}
+_FILES = {"engine.zero_stage": 3, "engine.offload_optimizer": "nvme"}
 HELP: dict[str, dict[str, Any]] = {
     "sequence parallelism over all GPUs": {"engine.sp": 0},
     "tiled loss": {"options.tiles.loss": True},
@@ -76,6 +76,14 @@ NEEDED: dict[str, dict[str, Any]] = {
 def changed(run: RunConfig, changes: dict[str, Any]) -> dict[str, Any]:
     """The changes that differ from the run's own fields."""
     return {name: value for name, value in changes.items() if value_of(run, name) != value}
+
+
+def with_folder(run: RunConfig, changes: dict[str, Any]) -> dict[str, Any]:
+    """The changes, with a folder for states in files where they need one, and without where nothing is in files."""
+    engine, disk = run.engine, run.options.disk
+    where = [changes.get(f"engine.{name}", getattr(engine, name)) for name in ("offload_optimizer", "offload_params")]
+    folder = (engine.nvme_path or (disk.folder if disk else "/scratch")) if "nvme" in where else None
+    return changes if folder == engine.nvme_path else {**changes, "engine.nvme_path": folder}
 
 
 def settings(changes: dict[str, Any]) -> str:
@@ -130,7 +138,7 @@ class Question:
         Raises:
             ValueError: a value that does not fit, or files on a machine without a disk.
         """
-        if "engine.nvme_path" in changes and self.machine.disk is None and not self.run.engine.nvme_path:
+        if changes.get("engine.nvme_path") and self.machine.disk is None and not self.run.engine.nvme_path:
             raise ValueError("states in files need a disk: --disk says how large it is")
         return replace(self, run=self.run.replace(**changes))
 
@@ -144,7 +152,7 @@ class Question:
         if self.preset != "ours":
             return []
         now, found = self.longest(), []
-        helps = {what: changes for what, changes in HELP.items() if changed(self.run, changes)}
+        helps = {what: with_folder(self.run, of) for what, of in HELP.items() if changed(self.run, of)}
         with watched("what would help", helps) as each:
             for what in each:
                 with suppress(ValueError):  # options that exclude each other, that `apply` refuses, or not simulated
@@ -193,17 +201,20 @@ class Question:
 
     def _remedies(self, seq_len: int) -> Iterator[Variant]:
         """What may let it fit."""
+        found, now = self.at(seq_len), self.machine
         if near := self.nearest(seq_len):
             yield near
-        elif self.machine.disk is None and (near := self.on(disk=DRIVE).nearest(seq_len)):
+        elif now.disk is None and (near := self.on(disk=DRIVE).nearest(seq_len)):
             yield replace(near, what=f"a disk of {DRIVE / 1e12:g} TB on each node and {near.what}")
+        if now.disk is not None and (short := found.missing.get("disk")):
+            disk = -(-(now.disk + short * now.ranks_of_node) // 10**9)
+            yield Variant(f"a disk of {disk:,} GB on each node", {}, self.on(disk=disk * 10**9))
         if self.run.model.lora is None and self.shape.images is None:
             adapter = Variant("LoRA", LORA, self.with_changes(LORA))
             if adapter.question.at(seq_len).fits:
                 yield adapter
             elif near := adapter.question.nearest(seq_len):
                 yield Variant(f"LoRA and {near.what}", LORA | near.changes, near.question)
-        found, now = self.at(seq_len), self.machine
         host = -(-max(found.host_needed * now.ranks_of_node, found.loading.host) // GIB)
         if now.host_memory is not None and host * GIB > now.host_memory:
             yield Variant(f"{host:,} GiB of host memory on each node", {}, self.on(host_memory=host * GIB))
@@ -219,7 +230,7 @@ class Question:
             with watched("changes of the run", HELP) as each:
                 for what in each:
                     with suppress(ValueError):
-                        other = now.with_changes(HELP[what])
+                        other = now.with_changes(with_folder(now.run, HELP[what]))
                         found = other.at(seq_len)
                         cost = found.seconds["step"] if found.fits else found.device_peak
                         if other != now:
@@ -228,7 +239,7 @@ class Question:
                 return None
             short, _, what, now = min(options, key=lambda option: option[:2])
             seen.append(what)
-            changes |= HELP[what]
+            changes = with_folder(self.run, changes | HELP[what])
             if not short:
                 return Variant(" and ".join(seen), changed(self.run, changes), now)
         return None

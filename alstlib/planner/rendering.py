@@ -49,7 +49,7 @@ TIMES = {
     "matrix products": ("matrix products", "projections, MLPs and the head"),
     "attention": ("attention", "queries with keys, weights with values"),
     "exchange": ("exchange", "the all-to-all of attention, waited for"),
-    "waiting for memory and network": ("waiting", "for copies to the host, and weights from others"),
+    "waiting for memory and network": ("waiting", "for copies to host and disk, and weights from others"),
     "optimizer": ("optimizer", "AdamW's step"),
 }
 """How each part of a step's time is called, and what is counted in it."""
@@ -224,7 +224,9 @@ def describe(question: Question, best: Prediction | None, found: Prediction | No
     if written := question.written(found):
         days = question.days_of_disk(found)
         life = f", which is at the end of its life after {days:,.0f} days of this training" if days else ""
-        yield f"\nEach step writes {format_bytes(written)} to a node's disk{life}."
+        needs = found.activations.disk and question.run.options.disk is None
+        takes = " Checkpoints go there with options.disk=FOLDER." if needs else ""
+        yield f"\nEach step writes {format_bytes(written)} to a node's disk{life}.{takes}"
     with known_only(PATIENCE) as missed:
         if ours and not found.fits:
             say("looking for what works")

@@ -190,7 +190,7 @@ def zero_seconds(shape: Shape, run: RunConfig, machine: Machine, remade: float) 
     gathered = 0 if run.model.bits else shape.parameters  # whole on each rank
     moved = gathers * gathered + reduces * trained(shape, run)
     zero = moved * element * (world - 1) / world / share * run.optim.accumulation
-    away, paged = 2 * shape.parameters * element / world, run.engine.offload_params == "nvme"
+    away, paged = gathers * gathered * element / world, run.engine.offload_params == "nvme"
     rate = machine.disk_rate / machine.ranks_of_node / run.optim.accumulation if paged else rates.host
     return max(zero, away / rate) if run.engine.offload_params else zero
 

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -20,8 +21,8 @@ from alstlib.planner.model_shapes import read_shape
 from alstlib.planner.model_states import COPIES, FILES, GRADIENTS, OPTIMIZER, WEIGHTS
 from alstlib.planner.prediction import Loading, longest, predict, states
 from alstlib.planner.preflight import foretell, why_not
-from alstlib.planner.question import Question
-from alstlib.planner.step_time import attention_passes, exchange_bytes, linear_flops
+from alstlib.planner.question import HELP, Question, with_folder
+from alstlib.planner.step_time import attention_passes, exchange_bytes, linear_flops, zero_seconds
 from alstlib.planner.streaming import least_chunk
 from alstlib.runs import results
 from alstlib.runs.sweeps import load_spec
@@ -207,6 +208,44 @@ def test_weights_in_files():
     assert slow == pytest.approx(2 * 2 * weights / 1e7, rel=0.02)  # in forward and in backward
     with pytest.raises(ValueError, match="offload_param on nvme needs bf16 or fp16"):
         predict(EIGHT_B, both.replace(model={"dtype": "fp32"}), ONE, 50_000)
+
+
+def test_files_of_frozen_experts_and_of_packed_weights():
+    """Buffers hold the largest weight, which an adapter does not train; weights of QLoRA are in no file."""
+    moe, ranks = read_shape("mistralai/Mixtral-8x7B-v0.1"), Machine(gpus=8, host_memory=10**12, disk=2 * 10**12)
+    run = IN_FILES.replace(engine={"offload_params": "nvme"}, model={"lora": {"r": 16}})
+    assert states(moe, run, ranks).host[FILES] > 5 * 2 * moe.largest_tensor // 8
+    trained = states(moe, IN_FILES, ranks).device[COPIES]
+    assert trained == 4 * (moe.largest_tensor // 8) > 4 * zero_bucket(moe.parameters) // 8
+    packed = run.replace(model={"bits": 4})
+    assert zero_seconds(EIGHT_B, packed, ranks, 0) < 0.1 < zero_seconds(EIGHT_B, run, ranks, 0)
+    assert zero_seconds(EIGHT_B, run, ranks, 0.75) == pytest.approx(2.75 / 2 * zero_seconds(EIGHT_B, run, ranks, 0))
+
+
+def test_the_disks_of_a_run(tmp_path, monkeypatch):
+    """Of two, both; for states all that a disk holds: a killed attempt's files end when the run starts again."""
+    usage = SimpleNamespace(total=200, free=70)
+    (tmp_path / "a").mkdir()
+    files = OURS.replace(engine={"offload_optimizer": "nvme", "nvme_path": str(tmp_path / "a"), "world_size": 1})
+    with monkeypatch.context() as patched:
+        patched.setattr("alstlib.planner.machine.shutil.disk_usage", lambda folder: usage)
+        states_alone = machine_of(files, 1, 0)
+        one_disk = machine_of(files.replace(options={"disk": str(tmp_path)}), 1, 0)
+        two = machine_of(files.replace(options={"disk": "/proc"}), 1, 0)  # another file system
+    assert (states_alone.disk, states_alone.checkpoints_on_disk) == (200, False)
+    assert (one_disk.disk, two.disk, two.checkpoints_on_disk) == (200, 270, True)
+
+
+def test_advice_on_files_keeps_their_folder():
+    run = IN_FILES.replace(engine={"nvme_path": "/data/x"})
+    one = Question(EIGHT_B, run, replace(ONE, disk=10**11))
+    assert with_folder(run, HELP["optimizer and weights on the disk"]).get("engine.nvme_path") is None
+    away = with_folder(run, HELP["optimizer on the host"])
+    assert (away["engine.nvme_path"], one.with_changes(away).run.engine.nvme_path) == (None, None)
+    there = OURS.replace(options={"disk": "/mnt/d"})
+    assert with_folder(there, HELP["optimizer on the disk"])["engine.nvme_path"] == "/mnt/d"
+    assert "a disk of 129 GB on each node" in [found.what for found in one.remedies(50_000)]
+    assert "optimizer on the host" in [found.what for found in one.on(host_memory=10**12).remedies(50_000)]
 
 
 def test_checkpoints_and_states_share_a_disk():
