@@ -59,7 +59,7 @@ class Replay:
         """Whether random numbers have been drawn since."""
         now = random_states(self.device)
         with unset_fake_temporarily():  # the states are real in a simulation too
-            return not all(torch.equal(before, state) for before, state in zip(self.random, now))
+            return not all(map(torch.equal, self.random, now))
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
