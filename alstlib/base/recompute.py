@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from alstlib.base.mesh import accelerator
-from alstlib.base.reference import OutputAndLse
+from alstlib.base.types import OutputAndLse
 
 
 def own_random(device: torch.device) -> contextlib.AbstractContextManager[None]:

@@ -36,8 +36,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from alstlib.base.recompute import sum_dtype
-from alstlib.base.reference import OutputAndLse
 from alstlib.base.sizing import KEYS_PER_QUERY, kernel_device, tile_for
+from alstlib.base.types import OutputAndLse
 from alstlib.kernels.backends import BACKENDS, LONG, Backend
 from alstlib.kernels.rule import Attended, Packed, Rule
 from alstlib.kernels.spans import Documents, Piece, Span, document_spans, once, pieces

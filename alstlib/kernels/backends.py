@@ -33,8 +33,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from alstlib.base import reference
-from alstlib.base.reference import OutputAndLse
 from alstlib.base.sizing import kernel_device, sdpa_kernel
+from alstlib.base.types import OutputAndLse
 from alstlib.kernels import blockwise
 from alstlib.kernels.flash import FLASH, PACKAGES
 from alstlib.kernels.rule import Attended

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from alstlib.base.recompute import sum_dtype
-from alstlib.base.reference import OutputAndLse
 from alstlib.base.sizing import kernel_device, tiles_of
+from alstlib.base.types import OutputAndLse
 from alstlib.kernels.rule import Attended
 
 BLOCK_BYTES = 32 * 2**20

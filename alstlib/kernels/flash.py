@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alstlib.base.reference import OutputAndLse
+from alstlib.base.types import OutputAndLse
 from alstlib.kernels.rule import Attended, Packed
 
 aten = torch.ops.aten

@@ -20,8 +20,8 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
-from alstlib.base.reference import Documents
 from alstlib.base.sizing import keys_of_a_call
+from alstlib.base.types import Documents
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from alstlib.base.reference import OutputAndState
+from alstlib.base.types import OutputAndState
 from alstlib.linear.pass_state import pass_state
 from alstlib.linear.rule import StateRule
 from alstlib.ulysses.alltoall import Exchange, Swap

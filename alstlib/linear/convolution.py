@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from alstlib.base.recompute import first_order
-from alstlib.base.reference import OutputAndState
+from alstlib.base.types import OutputAndState
 from alstlib.kernels.spans import Documents, document_spans, once
 from alstlib.ulysses.alltoall import Exchange
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from alstlib.base.recompute import GradientSums, first_order
-from alstlib.base.reference import OutputAndState
+from alstlib.base.types import OutputAndState
 from alstlib.kernels.spans import Documents
 from alstlib.linear.documents import KernelRun, runs_of
 from alstlib.linear.rule import StateRule

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alstlib.base.reference import OutputAndState
+from alstlib.base.types import OutputAndState
 
 Kernel = Callable[..., OutputAndState]
 """Runs some tokens on one device, given a state or None for zeros -> their output and the state after them."""

@@ -22,7 +22,7 @@ from alstlib.planner.gpus import GPUS, Rates, label_bytes, rates_of
 from alstlib.planner.machine import Machine, Overheads, read_machine
 from alstlib.planner.model_shapes import Shape, read_shape
 from alstlib.planner.prediction import Prediction, with_degree
-from alstlib.planner.question import CHUNKS, NEEDED, Question, Variant, trained_length
+from alstlib.planner.question import NEEDED, Question, Variant, trained_length
 from alstlib.planner.rendering import LATE, PATIENCE, describe, describe_machines, introduce, say, table
 from alstlib.planner.tables import console
 from alstlib.planner.trees import cost
@@ -350,7 +350,8 @@ def answer(request: Request, rates: Rates, gpus: int) -> Variant:
     question = request.question(rates, gpus)
     given = question.preset != "ours" or question.run.options.chunk or question.run.block
     for needs, changes in NEEDED.items() if not given else [("", {})]:
-        changes = CHUNKS if needs and question.run.engine.offload_params else changes
+        if question.run.engine.offload_params and "engine.offload_params" in changes:
+            continue
         other = question.with_changes(changes)
         at = other.at(request.seq_len) if request.seq_len else None
         made = Variant(needs, changes, other, None if at else other.longest(), at)

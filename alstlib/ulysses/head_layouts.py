@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from alstlib.base.recompute import sum_dtype
-from alstlib.base.reference import OutputAndLse
+from alstlib.base.types import OutputAndLse
 from alstlib.kernels.attention import attention_backward, attention_forward
 from alstlib.kernels.backends import Backend
 from alstlib.kernels.paged import HeadPart

@@ -257,14 +257,6 @@ def test_checkpoints_and_states_share_a_disk():
     assert small.activations.disk == alone.activations.disk == 0
 
 
-def test_a_runs_folder_of_files_is_its_disk(tmp_path):
-    run = IN_FILES.replace(engine={"nvme_path": str(tmp_path), "world_size": 1})
-    here = machine_of(run, 1, 0)
-    assert here.disk > 0
-    assert not here.checkpoints_on_disk
-    assert machine_of(run.replace(options={"disk": str(tmp_path)}), 1, 0).checkpoints_on_disk
-
-
 @pytest.mark.parametrize("row, first, also", [
     ("baseline", "sequence parallelism over all GPUs", "tiled loss"),
     ("ulysses", "checkpoints on the host", "tiled MLP"),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from alstlib.base.recompute import sum_dtype
-from alstlib.base.reference import OutputAndState
+from alstlib.base.types import OutputAndState
 from alstlib.linear.adapter import Adapter, LayerPart
 from alstlib.linear.rule import Kernel, StateRule
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from alstlib.base.reference import OutputAndState
+from alstlib.base.types import OutputAndState
 from alstlib.linear.adapter import Adapter, LayerPart, in_order
 from alstlib.linear.pass_state import pass_state
 from alstlib.linear.rule import Kernel, StateRule
