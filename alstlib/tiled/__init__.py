@@ -2,5 +2,5 @@
 
 In the order in which to read it: `compute` has the operator, and the modules that stand in for an MLP or a norm;
 `logits` what a head's loss needs of one tile, `loss` the cross-entropy of a language-model head without its logits, and
-the log-probability of each label; `skip` finds what a recompute need not compute.
+the log-probability of each label; `skip` and `last_product` find what a recompute need not compute.
 """

@@ -30,6 +30,7 @@ from alstlib.base.recompute import (
 )
 from alstlib.base.sizing import default_tile, tiles_of
 from alstlib.offload.courier import Courier, Travel, parts_of, put_part, room_like
+from alstlib.tiled.last_product import LastProduct
 
 
 def check_tile(tile: int) -> int:
@@ -242,6 +243,10 @@ class TiledMLP(TiledModule):
     further_unread = False
     """Whether the layer was seen to do nothing with its further outputs (`skip.find_followers`)."""
 
+    def __init__(self, inner: nn.Module, tile: int | None = None) -> None:
+        super().__init__(inner, tile)
+        self.product = LastProduct(inner)
+
     def tiled(self, x: Tensor) -> Any:
         tile, asked = self.tile or self._default_tile(x), now() or Pass()
         if asked.whole and x.shape[1] <= tile:
@@ -251,6 +256,8 @@ class TiledMLP(TiledModule):
         then: Any = asked.followers.get(self) if skip else None
         if follows := then is not None and then.ready():
             run, params = then.after(run, params)
+        elif run is self.inner:
+            run = self.product
         before = Replay(x.device)
         out = tiled_compute(
             run, x, params, tile=tile, along=along, skip=skip, module=self.inner, narrow=self.narrow
@@ -268,7 +275,7 @@ class TiledMLP(TiledModule):
 
     def _work(self) -> tuple[Callable[..., Any], Sequence[Tensor]]:
         """What runs on each tile of the call that begins, and what is cut along with its input."""
-        return self._run, ()
+        return self.inner, ()
 
     def _default_tile(self, x: Tensor) -> int:
         widest = max([x.shape[-1], *(max(p.shape, default=0) for p in self.inner.parameters() if p.ndim == 2)])

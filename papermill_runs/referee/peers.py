@@ -148,7 +148,7 @@ class Alone(Job):
         handles = [
             m.register_forward_hook(lambda m, args, out: rows.__setitem__(0, rows[0] + out.shape[:-1].numel()))
             for name, m in stack.model.named_modules()
-            if name.endswith("mlp.down_proj")
+            if name.endswith("mlp.gate_proj")  # a hook at down_proj would have our tiles compute it
         ]
         with Counts() as counts:
             stack.step(sample)

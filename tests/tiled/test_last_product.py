@@ -1,0 +1,137 @@
+"""A tile that runs for its gradients alone leaves its last product out, and its gradients are right."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from alstlib.base.reference import relative_error
+from alstlib.tiled.compute import TiledMLP
+
+WIDTH, INNER, TOKENS = 6, 10, 7
+
+
+class Gated(nn.Module):
+    def __init__(self, bias: bool = False, after: Callable[[Tensor], Tensor] = lambda y: y) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(WIDTH, INNER, bias) for _ in range(2))
+        self.down = nn.Linear(INNER, WIDTH, bias)
+        self.after = after
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.down(nn.functional.silu(self.gate(x)) * self.up(x)))
+
+
+class Products(TorchDispatchMode):
+    """Counts the products of all tokens with one weight."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.one, self.multiplied = tokens * WIDTH * INNER, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            left, right = args[-2:]
+            self.multiplied += left.numel() * right.shape[1]
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def made(self) -> float:
+        return self.multiplied / self.one
+
+
+def products_of_backward(mlp: nn.Module, tile: int = 4) -> float:
+    """Products of a backward through the MLP's tiles, whose gradients are those of the MLP itself."""
+    torch.manual_seed(0)
+    x, upstream = torch.randn(2, TOKENS, WIDTH, requires_grad=True), torch.randn(2, TOKENS, WIDTH)
+    wanted = [x, *(p for p in mlp.parameters() if p.requires_grad)]
+    torch.manual_seed(1)
+    right = torch.autograd.grad(mlp(x), wanted, upstream)
+    torch.manual_seed(1)
+    out = TiledMLP(mlp, tile)(x)
+    with Products(2 * TOKENS) as counter:
+        got = torch.autograd.grad(out, wanted, upstream)
+    for g, w in zip(got, right):
+        assert relative_error(g, w) < 1e-5
+    return counter.made
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_left_out(bias):
+    assert products_of_backward(Gated(bias)) == 2 + 6
+
+
+def test_frozen_weights_get_no_gradient():
+    mlp = Gated(bias=True)
+    mlp.down.requires_grad_(False)
+    assert products_of_backward(mlp) == 2 + 5
+
+
+def read(mlp: Any) -> None:
+    mlp.after = lambda y: y.clamp(-0.1, 0.1)
+
+
+def read_in_place(mlp: Any) -> None:
+    mlp.register_forward_hook(lambda m, args, out: out.clamp_(-0.1, 0.1))
+
+
+def watched(mlp: Any) -> None:
+    mlp.down.register_forward_hook(lambda m, args, out: None)
+
+
+def patched(mlp: Any) -> None:
+    mlp.down.forward = mlp.down.forward
+
+
+def shared(mlp: Any) -> None:
+    mlp.after = lambda y: mlp.down(nn.functional.pad(y, (0, INNER - WIDTH)))
+
+
+@pytest.mark.parametrize("change", [read, read_in_place, watched, patched])
+def test_computed_where_something_reads_it(change):
+    mlp = Gated()
+    change(mlp)
+    assert products_of_backward(mlp) == 3 + 6
+
+
+def test_a_product_that_runs_twice_is_computed():
+    mlp = Gated()
+    shared(mlp)
+    assert products_of_backward(mlp) == 4 + 8
+
+
+def test_computed_under_autocast():
+    mlp, x = Gated(), torch.randn(1, TOKENS, WIDTH, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = TiledMLP(mlp, 4)(x)
+    with Products(TOKENS) as counter:
+        out.float().sum().backward()
+    assert counter.made == 3 + 6
+
+
+def test_what_one_mode_shows_does_not_hold_in_the_other():
+    """In evaluation dropout gives back its input: there the product makes the output, and in training it does not."""
+    dropout = nn.Dropout(0.5)
+    mlp = Gated(after=lambda y: dropout(y).square())
+    mlp.after = lambda y: dropout(y) if not mlp.training else dropout(y).square()
+    tiled, x = TiledMLP(mlp, TOKENS), torch.randn(1, TOKENS, WIDTH, requires_grad=True)
+    mlp.eval(), dropout.eval()
+    with torch.no_grad():
+        tiled(x)
+    mlp.train()
+    (right,) = torch.autograd.grad(mlp(x).sum(), x)
+    (got,) = torch.autograd.grad(tiled(x).sum(), x)
+    assert relative_error(got, right) < 1e-5
+
+
+def test_an_output_that_changes_between_the_passes_is_computed():
+    mlp = Gated()
+    tiled, x = TiledMLP(mlp, TOKENS), torch.randn(1, TOKENS, WIDTH, requires_grad=True)
+    out = tiled(x)
+    mlp.after = torch.square
+    (right,) = torch.autograd.grad(mlp(x).sum(), x)
+    (got,) = torch.autograd.grad(out.sum(), x)
+    assert relative_error(got, right) < 1e-5
