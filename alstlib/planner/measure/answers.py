@@ -25,7 +25,6 @@ from alstlib.planner.measure.deep import PROBE, Deep
 from alstlib.planner.measure.scope import ATTENTION, STATES, category
 from alstlib.planner.measure.simulate import whole_model
 from alstlib.planner.measure.towers import tower
-from alstlib.planner.progress import watched
 
 
 def answer(what: str, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,8 +77,7 @@ def span(question: StepQuestion, tokens: int) -> dict[str, Any]:
     (`Deep.lengths`)."""
     deep = _deep_of(question)
     lengths, low, high = deep.lengths(tokens)
-    with watched("lengths", lengths) as each:
-        found = [deep.at(tokens * deep.ranks) for tokens in each]
+    found = deep.at(*(tokens * deep.ranks for tokens in lengths))
     first, then, further = found[0], found[-1], lengths[-1] - lengths[0]
 
     def line(here: float, there: float) -> tuple[float, float]:

@@ -10,10 +10,15 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import multiprocessing
+import os
 import re
+import sys
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from typing import Any, get_args
 
 import torch
@@ -55,6 +60,50 @@ def kinds_of_layers(layers: Sequence[nn.Module]) -> list[Any]:
     return [frozenset(item for item in one.items() if item[0] not in own) for one in seen]
 
 
+def side_by_side(what: str, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """What each of these calls gives, which all cores make: this process and forks of it, each its share.
+
+    A fork that ends without an answer, because it was killed or because its calls raise, leaves its share to this
+    process, which says why. With a GPU nothing is forked: autograd's threads do not live through it.
+    """
+    alone = sys.platform != "linux" or torch.cuda.is_available() or multiprocessing.current_process().daemon
+    cores = 1 if alone else min(len(calls), len(os.sched_getaffinity(0)))
+    shares = [calls[n::cores] for n in range(cores)]
+    forks = [_Fork(share) for share in shares[1:]]
+    try:
+        with watched(what, shares[0]) as each:
+            found = [[call() for call in each]]
+        found += [fork.found() for fork in forks]
+    finally:
+        for fork in forks:
+            fork.process.kill()
+            fork.process.join()
+    return [found[n % cores][n // cores] for n in range(len(calls))]
+
+
+class _Fork:
+    """A fork of this process that makes some calls."""
+
+    def __init__(self, calls: Sequence[Callable[[], Any]]) -> None:
+        context = multiprocessing.get_context("fork")
+        self.calls = calls
+        self.told, told = context.Pipe(duplex=False)
+        self.process = context.Process(target=self._run, args=(told,), daemon=True)
+        self.process.start()
+        told.close()
+
+    def _run(self, told: Connection) -> None:
+        torch.set_num_threads(1)  # the threads of a pool are not in the fork
+        with suppress(Exception):
+            told.send([call() for call in self.calls])
+
+    def found(self) -> list[Any]:
+        try:
+            return list(self.told.recv())
+        except EOFError:
+            return [call() for call in self.calls]
+
+
 class Deep:
     """Simulates shallow models at any length, and gives what the whole model takes.
 
@@ -89,12 +138,16 @@ class Deep:
         """A step of a shallow model."""
         return run_model(model, run, self.ranks, self.device, self.capability, tiles, self.images)
 
-    def at(self, seq_len: int) -> Simulated:
-        """The whole model at this length."""
+    def at(self, *lengths: int) -> list[Simulated]:
+        """The whole model at each of these lengths."""
         first, *rest = self.chosen
         models = [self.chosen, *([first, i, *rest] for i in self.further.values())]
-        with watched("models of a few layers", models) as each:
-            few, *others = [self.shallow(layers, seq_len) for layers in each]
+        steps = [functools.partial(self.shallow, layers, seq_len) for seq_len in lengths for layers in models]
+        found = side_by_side("steps of a few layers", steps)
+        return [self._extended(*found[i : i + len(models)]) for i in range(0, len(steps), len(models))]
+
+    def _extended(self, few: Simulated, *others: Simulated) -> Simulated:
+        """The whole model, from the shallowest one and those with one layer more of a kind."""
         more = dict(zip(self.further, others))
         moments: dict[str, dict[str, int]] = {}
         for key, base in few.moments.items():

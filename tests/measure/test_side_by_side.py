@@ -1,0 +1,55 @@
+"""What the cores make side by side is what one would make, also where a fork ends early."""
+
+import multiprocessing
+import os
+import signal
+from functools import partial
+
+import pytest
+
+from alstlib.planner.measure.deep import side_by_side
+
+
+@pytest.fixture(autouse=True)
+def three_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
+
+
+def where(n):
+    return n, os.getpid()
+
+
+def killed_in_a_fork(parent):
+    if os.getpid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "made here"
+
+
+def refused():
+    raise ValueError("the model says no")
+
+
+@pytest.mark.parametrize("calls", [1, 3, 8])
+def test_results_in_order_from_as_many_processes_as_there_are_cores(calls):
+    made = side_by_side("calls", [partial(where, n) for n in range(calls)])
+    assert [n for n, _ in made] == [*range(calls)]
+    assert len({pid for _, pid in made}) == min(calls, 3)
+    assert not multiprocessing.active_children()
+
+
+def test_what_a_killed_fork_leaves_is_made_here():
+    assert side_by_side("calls", [partial(killed_in_a_fork, os.getpid())] * 4) == ["made here"] * 4
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_what_a_call_raises_is_raised(at):
+    calls = [partial(where, n) for n in range(4)]
+    calls[at] = refused
+    with pytest.raises(ValueError, match="the model says no"):
+        side_by_side("calls", calls)
+    assert not multiprocessing.active_children()
+
+
+def test_nothing_is_forked_beside_a_gpu(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert {pid for _, pid in side_by_side("calls", [partial(where, n) for n in range(3)])} == {os.getpid()}
