@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from alstlib.base.recompute import Replay
+
 
 class LastProduct:
     """Calls a token-wise module, and leaves out its last product where it runs again for gradients.
@@ -27,16 +29,17 @@ class LastProduct:
 
     def __call__(self, x: Tensor) -> Any:
         """The module's output; with gradients of x or of weights enabled, what lies in its memory is undefined."""
-        module = self.module
-        last = next((m for m in reversed([*module.modules()]) if type(m) is nn.Linear), None)
-        if last is None or last._forward_hooks or "forward" in vars(last):
+        module, inside = self.module, [*self.module.modules()]
+        last = next((m for m in reversed(inside) if type(m) is nn.Linear), None)
+        watched = any(m._forward_hooks or m._backward_hooks for m in inside)
+        if last is None or watched or "forward" in vars(last):
             return module(x)
         if not torch.is_grad_enabled():
             return self._seen(last, x)
         plain = type(last.weight) is nn.Parameter and not torch.is_autocast_enabled(x.device.type)
         if not plain or self.seen.get(module.training) is not last:
             return module(x)
-        made = _Made()
+        made, replay = _Made(), Replay(x.device)
 
         def unread(h: Tensor) -> Tensor:
             return made.note(_ProductOf.apply(h, last.weight, last.bias))
@@ -46,7 +49,10 @@ class LastProduct:
             out = module(x)
         finally:
             del vars(last)["forward"]
-        return out if made.alone(out) else module(x)
+        if made.alone(out):
+            return out
+        with replay():  # something has changed since the module was seen, and may draw what it drew
+            return module(x)
 
     def _seen(self, last: nn.Module, x: Tensor) -> Any:
         """The module's output, after a look at what makes it."""

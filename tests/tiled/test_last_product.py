@@ -82,6 +82,14 @@ def watched(mlp: Any) -> None:
     mlp.down.register_forward_hook(lambda m, args, out: None)
 
 
+def watched_whole(mlp: Any) -> None:
+    mlp.register_forward_hook(lambda m, args, out: None)
+
+
+def watched_in_backward(mlp: Any) -> None:
+    mlp.register_full_backward_hook(lambda m, grads, of: None)
+
+
 def patched(mlp: Any) -> None:
     mlp.down.forward = mlp.down.forward
 
@@ -90,7 +98,7 @@ def shared(mlp: Any) -> None:
     mlp.after = lambda y: mlp.down(nn.functional.pad(y, (0, INNER - WIDTH)))
 
 
-@pytest.mark.parametrize("change", [read, read_in_place, watched, patched])
+@pytest.mark.parametrize("change", [read, read_in_place, watched, watched_whole, watched_in_backward, patched])
 def test_computed_where_something_reads_it(change):
     mlp = Gated()
     change(mlp)
@@ -128,10 +136,14 @@ def test_what_one_mode_shows_does_not_hold_in_the_other():
 
 
 def test_an_output_that_changes_between_the_passes_is_computed():
+    dropout = nn.Dropout(0.5)
     mlp = Gated()
+    mlp.up = nn.Sequential(mlp.up, dropout)
     tiled, x = TiledMLP(mlp, TOKENS), torch.randn(1, TOKENS, WIDTH, requires_grad=True)
+    torch.manual_seed(1)
     out = tiled(x)
     mlp.after = torch.square
+    torch.manual_seed(1)
     (right,) = torch.autograd.grad(mlp(x).sum(), x)
     (got,) = torch.autograd.grad(out.sum(), x)
     assert relative_error(got, right) < 1e-5
