@@ -140,7 +140,8 @@ class Settings(BaseModel):
         frozen=True, extra="forbid", arbitrary_types_allowed=True, use_attribute_docstrings=True, validate_default=True
     )
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, **given: Any) -> None:  # pydantic calls it for a mapping in a field too
+        check_names(given, type(self).model_fields, self.called(), self.elsewhere())
         try:
             super().__init__(**given)
         except ValidationError as error:
@@ -149,23 +150,14 @@ class Settings(BaseModel):
     @classmethod
     def _why(cls, error: Any) -> str:
         """The first thing that is wrong, in words."""
-        name, *inside = error["loc"] or ("",)
-        if error["type"] == "extra_forbidden":
-            try:
-                check_names([name], cls.model_fields, cls.called(), cls.elsewhere())
-            except ValueError as unknown:
-                return str(unknown)
+        name = next(iter(error["loc"]), "")
         own = str(error.get("ctx", {}).get("error", ""))  # what a validator of ours said
         kind = typing.get_type_hints(cls, include_extras=True).get(name)
-        if group := group_of(kind):
-            if own:  # a whole sentence about a field of the group
-                return own if own.startswith("unknown ") else f"{name}.{own}"
-            if inside and inside[-1] in group.model_fields:
-                return f"{name}.{group._why({**error, 'loc': inside[-1:]})}"
         if own and not name:
             return own
-        value = error["input"]
-        return f"{name}={value!r} must be {describe(kind)}"
+        if own and group_of(kind):  # a whole sentence about a field of the group
+            return own if own.startswith("unknown ") else f"{name}.{own}"
+        return f"{name}={error['input']!r} must be {describe(kind)}"
 
     @classmethod
     def called(cls) -> str:

@@ -37,41 +37,18 @@ def attention(
     to keys where `seen` [B, K, S, N] is False.
     """
     groups = q.shape[1] // k.shape[1]
-    mask = causal_mask(q.shape[0], q.shape[2], documents, window) if causal else None
-    scores = _scores(q, k, scale, softcap, mask)
+    k, v = (t.repeat_interleave(groups, 1) for t in (k, v))
+    scores = _capped((q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * scale, softcap)
+    if causal:
+        mask = causal_mask(q.shape[0], q.shape[2], documents, window)
+        scores = scores.masked_fill(~mask[:, None].to(q.device), float("-inf"))
     if seen is not None:
         scores = scores.masked_fill(~seen.repeat_interleave(groups, 1), float("-inf"))
     if sinks is not None:
         sink = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sink], -1)
     shares = scores.softmax(-1)[..., : k.shape[2]]
-    return shares.to(v.dtype) @ v.repeat_interleave(groups, 1), scores.logsumexp(-1)
-
-
-def _scores(q: Tensor, k: Tensor, scale: float, softcap: float | None, mask: Tensor | None) -> Tensor:
-    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    scores = _capped((q @ k.transpose(-1, -2)).to(wide) * scale, softcap)
-    return scores if mask is None else scores.masked_fill(~mask[:, None].to(q.device), float("-inf"))
-
-
-def attention_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, causal: bool = True,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of `attention` -> dq, dk, dv. With the output and logsumexp over more keys than k holds, these keys'
-    share of the gradients."""
-    groups = q.shape[1] // k.shape[1]
-    with torch.enable_grad():
-        q, k, v = leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-        mask = causal_mask(q.shape[0], q.shape[2]) if causal else None
-        p = (_scores(q, k, scale, softcap, mask) - lse[..., None]).exp()
-        dp = dout.to(p.dtype) @ v.repeat_interleave(groups, 1).to(p.dtype).mT
-        delta = (dout.to(p.dtype) * out.to(p.dtype)).sum(-1, keepdim=True)
-        # with lse and delta as constants, this sum has attention's gradients: ds = p (dp - delta), dv = p^T dout
-        total = (p * (dp - delta)).sum()
-    dq, dk, dv = torch.autograd.grad(total, leaves)
-    return dq, dk, dv
+    return shares.to(v.dtype) @ v, scores.logsumexp(-1)
 
 
 def first_tokens(batch: int, length: int, documents: Documents = None, state: Tensor | None = None) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 import torch
@@ -124,11 +124,13 @@ def _difference(known: list[dict[str, str]]) -> str:
     )
 
 
-def check_same(ctx: SPContext, mine: Mapping[str, int], remedy: str) -> None:
-    """Refuse integers that differ between ranks (ValueError, on every rank)."""
-    for name, values in zip(mine, zip(*everyones(ctx, list(mine.values()), len(mine)))):
-        if len(set(values)) > 1:
-            raise ValueError(f"{name} differs between ranks: {list(values)[:8]}; {remedy}")
+def check_same(ctx: SPContext, mine: Record, remedy: str) -> None:
+    """Refuse values that differ between ranks (ValueError, on every rank). Collective over `ctx`."""
+    try:
+        with Agreement(ctx, "", mine, waits=True):
+            pass
+    except ValueError as error:
+        raise ValueError(f"{error}; {remedy}") from None
 
 
 def read_together(

@@ -63,8 +63,9 @@ def load_corpus(name: str) -> Any:
 
 
 def local_files(path: Path) -> tuple[str, list[Path]]:
-    """The reader for a file or folder, and the files: Parquet before JSON before text, others counted in a warning."""
-    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    """The reader for a file or folder, and the files: Parquet before JSON before text, others counted in a warning.
+    Hidden ones are left: JupyterLab keeps copies of files (.ipynb_checkpoints), and git all versions."""
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p, path))
     for kind, suffixes in KINDS.items():
         if chosen := [p for p in files if p.suffix.lower() in suffixes]:
             files = [p for p in files if kind == "text" or p.suffix.lower() not in _PICTURES]
@@ -72,6 +73,10 @@ def local_files(path: Path) -> tuple[str, list[Path]]:
                 logger.warning(f"{path}: reading {len(chosen)} {kind} files, leaving {len(files) - len(chosen)} others")
             return kind, chosen
     raise ValueError(f"data='{path}' has no file that can be read; known endings: {', '.join(_KNOWN)}")
+
+
+def _hidden(file: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
 def _library_files() -> list[Path]:

@@ -19,7 +19,7 @@ from alstlib.base.config import nearest_path
 from alstlib.base.options import Json, Record
 from alstlib.base.units import IGNORE
 from alstlib.data.formats import IMAGES, read_row
-from alstlib.data.samples import Document, Passages, said_in_chat
+from alstlib.data.samples import Document, Passages, inside, said_in_chat
 
 
 def have_images(rows: Any) -> bool:
@@ -79,7 +79,7 @@ class ImageRows:
         offsets = made.pop("offset_mapping")
         said = [_said(spans, *each) for (_, spans), *each in zip(chats, replaced, offsets)]
         made.convert_to_tensors("pt")
-        labels = made["input_ids"].masked_fill(~torch.tensor(said), IGNORE)
+        labels = made["input_ids"].masked_fill(~torch.tensor(np.stack(said)), IGNORE)
         return {**made, "labels": labels}
 
     def document(self, row: Record) -> Document:
@@ -122,19 +122,13 @@ def _in_parts(messages: Iterable[Record], images: int) -> list[Json]:
     return made
 
 
-def _said(
-    spans: Passages, replaced: Sequence[Record], offsets: Passages
-) -> list[bool]:  # fmt: skip
+def _said(spans: Passages, replaced: Sequence[Record], offsets: Passages) -> np.ndarray:
     """Which tokens begin in one of these spans of the text as it was before placeholders were replaced."""
     ends = [one["span"][1] for one in replaced]
     longer = [0, *(one["new_span"][1] - one["span"][1] for one in replaced)]
     moved = [[at + longer[bisect_right(ends, at)] for at in span] for span in spans]
-
-    def within(places: Iterable[Sequence[int]], at: int) -> bool:
-        return any(start <= at < end for start, end in places)
-
-    images = [one["new_span"] for one in replaced]
-    return [left < right and within(moved, left) and not within(images, left) for left, right in offsets]
+    left, right = np.reshape(offsets, (-1, 2)).T
+    return (left < right) & inside(moved, left) & ~inside([one["new_span"] for one in replaced], left)
 
 
 def open_images(row: Record) -> list[Any]:

@@ -10,6 +10,7 @@ Shape legend: B samples of a micro-batch, P tokens of a padded sample, L = P / s
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -260,10 +261,10 @@ class BatchImages:
 
 def deal(costs: list[int], ranks: int) -> list[int]:
     """The rank of each piece: the most expensive ones first, each to the rank that has least to do."""
-    owners, load = [0] * len(costs), [0] * ranks
+    owners, loads = [0] * len(costs), [(0, rank) for rank in range(ranks)]
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        owners[i] = load.index(min(load))
-        load[owners[i]] += costs[i]
+        load, owners[i] = loads[0]
+        heapq.heapreplace(loads, (load + costs[i], owners[i]))
     return owners
 
 

@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from alstlib.base.recompute import sum_dtype
-from alstlib.base.sizing import KEYS_PER_QUERY, kernel_device, tile_for
+from alstlib.base.sizing import KEYS_PER_QUERY, kernel_device, tile_for, tiles_of
 from alstlib.base.types import OutputAndLse
 from alstlib.kernels.backends import BACKENDS, LONG, Backend
 from alstlib.kernels.rule import Attended, Packed, Rule
@@ -240,4 +240,4 @@ def query_tiles(x: Tensor, step: int | None = None) -> list[tuple[EllipsisType, 
     """Slices of x [..., S, D] that cut S, so that fp32 intermediates are small: `step` queries each, or as many as
     `sizing.TILE_BYTES` hold."""
     step = step or tile_for(prod(x.shape[:-2]) * x.shape[-1], 4, kernel_device(x.device.type)[0])
-    return [(..., slice(lo, lo + step), slice(None)) for lo in range(0, x.shape[-2], step)]
+    return [(..., at, slice(None)) for at in tiles_of(x.shape[-2], step)]

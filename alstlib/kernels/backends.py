@@ -26,6 +26,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -38,7 +39,7 @@ from alstlib.base.types import OutputAndLse
 from alstlib.kernels import blockwise
 from alstlib.kernels.flash import FLASH, PACKAGES
 from alstlib.kernels.rule import Attended
-from alstlib.kernels.user_attention import UserAttention
+from alstlib.kernels.user_attention import UserAttention, differentiated
 
 aten = torch.ops.aten
 
@@ -163,8 +164,7 @@ _ALL = [
     *(Backend(name, *pair, softcap=True, packed_by=name) for name, (*_, pair) in PACKAGES.items()),
     Backend("blockwise", blockwise.forward, blockwise.backward, softcap=True, widths=True),
     # the plain formulas, which make [S, S]: for checking
-    Backend("eager", reference.attention, lambda dout, kept, **how: reference.attention_backward(dout, *kept, **how),
-            softcap=True, widths=True),
+    Backend("eager", reference.attention, partial(differentiated, reference.attention), softcap=True, widths=True),
 ]  # fmt: skip
 BACKENDS = {backend.name: backend for backend in _ALL}
 

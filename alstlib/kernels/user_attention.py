@@ -9,8 +9,7 @@ arbitrary.
 Documents, windows and pages need calls on a part of a query's keys, so gradients are asked for with the output and the
 logsumexp over all of its keys. A function that has an attribute `backward(dout, q, k, v, out, lse, *, scale, causal) ->
 (dq, dk, dv)` computes them as FlashAttention-2 does (section 3.1.2). Any other function runs once more in backward, and
-autograd differentiates both of its results. With w = exp(lse_part - lse), a part's output has the gradient w dout, and
-its logsumexp the gradient w dout (out_part - out).
+autograd differentiates both of its results (`differentiated`).
 """
 
 from __future__ import annotations
@@ -28,6 +27,18 @@ from alstlib.kernels.rule import Attended
 
 TOLERANCE = 0.05
 """Largest relative error in the check of a function: more than rounding to 16 bits, less than any other formula."""
+
+
+def differentiated(attention: Callable[..., Any], dout: Tensor, kept: Attended, **how: Any) -> Sequence[Tensor]:
+    """Gradients of a function with this contract, by autograd -> dq, dk, dv; with the output and logsumexp over more
+    keys than `k` holds, these keys' share. With w = exp(lse_part - lse), a part's output has the gradient w dout, and
+    its logsumexp the gradient w dout (out_part - out)."""
+    leaves = [t.detach().requires_grad_() for t in kept[:3]]
+    with torch.enable_grad():
+        out, lse = made = attention(*leaves, **how)
+    share = (lse.detach() - kept.lse).exp()
+    rest = ((out.detach() - kept.out).to(share.dtype) * dout).sum(-1)
+    return torch.autograd.grad(made, leaves, [(dout * share[..., None]).to(out.dtype), rest * share])
 
 
 class UserAttention:
@@ -61,19 +72,17 @@ class UserAttention:
     def backward(self, dout: Tensor, kept: Attended, **how: Any) -> Sequence[Tensor]:
         if self.own_backward is not None:
             return self.own_backward(dout, *kept, **how)
-        leaves = [t.detach().requires_grad_() for t in kept[:3]]
-        with torch.enable_grad():
-            out, lse = made = self._run(*leaves, **how)
+        return differentiated(self._with_graph, dout, kept, **how)
+
+    def _with_graph(self, *leaves: Tensor, **how: Any) -> Sequence[Tensor]:
+        made = self._run(*leaves, **how)
         for t, what in zip(made, ("output", "logsumexp")):
             if not t.requires_grad:
                 raise ValueError(
                     f"attention={self.name} returned a {what} that autograd cannot differentiate; give the function an "
                     "attribute backward(dout, q, k, v, out, lse, *, scale, causal) -> (dq, dk, dv)"
                 )
-        share = (lse.detach() - kept.lse).exp()
-        rest = ((out.detach() - kept.out).to(share.dtype) * dout).sum(-1)
-        upstream = [(dout * share[..., None]).to(out.dtype), rest * share]
-        return torch.autograd.grad(made, leaves, upstream)
+        return made
 
     def check(self, q: Tensor, groups: int) -> None:
         """Raises ValueError where the function does not keep the contract, for tensors like q."""
@@ -87,7 +96,7 @@ class UserAttention:
             given = x, keys[:, :, part], values[:, :, part]
             kept = Attended(*given, *reference.attention(x, keys, values, **how))
             got = *self._run(*given, **how), *self.backward(dout, kept, **how)
-            want = *reference.attention(*given, **how), *reference.attention_backward(dout, *kept, **how)
+            want = *reference.attention(*given, **how), *differentiated(reference.attention, dout, kept, **how)
             for name, one, right in zip(("output", "logsumexp", "dq", "dk", "dv"), got, want):
                 if not reference.relative_error(one, right) < TOLERANCE:
                     raise ValueError(

@@ -13,7 +13,7 @@ from datasets import Dataset
 
 from alstlib.data.corpus import EOS, _library_files, get_tokenizer, load_corpus
 from alstlib.data.formats import canonical_columns
-from alstlib.data.samples import collate, make_samples, tokenize_row
+from alstlib.data.samples import collate, inside, make_samples, tokenize_row
 from alstlib.data.shard import shard_batch
 
 CHATML = (
@@ -89,6 +89,8 @@ def test_local_text(tmp_path, caplog):
     (tmp_path / "a.txt").write_text("first")
     (tmp_path / "empty.py").write_text(" \n")
     (tmp_path / "picture.png").write_bytes(b"\x89PNG")
+    (copies := tmp_path / ".ipynb_checkpoints").mkdir()
+    (copies / "a-checkpoint.txt").write_text("first")
     corpus = load_corpus(str(tmp_path))
     assert corpus["text"] == ["first", "second"]
     assert "leaving 1 others" in caplog.text
@@ -287,6 +289,15 @@ def test_images_are_not_lost_silently(tokenizer, column):
     tokenizer = with_template(tokenizer, CHATML)
     check_refused("the row has images, which", tokenize_row, chats[0], tokenizer)
     assert len(tokenize_row(chats[1], tokenizer).ids)
+
+
+def test_a_place_is_inside_of_a_span():
+    """Spans without characters, spans that touch, and none."""
+    spans = [(2, 4), (4, 5), (7, 7), (9, 12)]
+    want = [any(start <= at < stop for start, stop in spans) for at in range(14)]
+    assert inside(spans, range(14)).tolist() == want
+    assert inside(spans, []).tolist() == []
+    assert not inside([], range(14)).any()
 
 
 def test_a_tokenizer_is_trained_on_chats_and_texts():

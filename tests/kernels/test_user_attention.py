@@ -9,6 +9,8 @@ from cases import attach, check_refused, make_model
 import alstlib
 from alstlib.base import reference
 from alstlib.kernels.backends import of_user
+from alstlib.kernels.rule import Attended
+from alstlib.kernels.user_attention import differentiated
 
 
 def plain(q, k, v, *, scale, causal):
@@ -25,7 +27,8 @@ class WithBackward:
 
     def backward(self, *given, scale, causal):
         """Of dout, q, k, v, out and the logsumexp."""
-        return reference.attention_backward(*given, scale=scale, causal=causal)
+        dout, *kept = given
+        return differentiated(reference.attention, dout, Attended(*kept), scale=scale, causal=causal)
 
 
 WHOLE = {"save_attention": True}

@@ -1,13 +1,16 @@
 """A disk under the host: the same bits, read in backward's order two layers ahead, and failures that all ranks see."""
 
 import errno
+import gc
 import mmap
 import os
 import random
 import re
 import resource
+import tempfile
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -128,6 +131,15 @@ def test_two_runs_share_a_disk_and_a_dropped_graph_leaves_nothing(tmp_path):
         os.fstat(one.store.file.descriptor)
 
 
+def test_a_store_ends_with_its_model_whatever_was_on_its_way(tmp_path):
+    model = model_of()
+    with with_disk(model, tmp_path) as handle:
+        loss, store = alstlib.causal_lm_loss(model, batch(LENGTH)).loss, weakref.ref(handle.store)
+    del loss, handle  # without a backward, as after an error
+    gc.collect()
+    assert store() is None
+
+
 def refused(monkeypatch):
     """Direct access fails, as in file systems that take the flag and then refuse."""
     own = os.pwrite
@@ -147,7 +159,7 @@ def test_where_direct_access_is_refused_it_goes_on_and_says_so(tmp_path, monkeyp
     with with_disk(model, tmp_path) as handle:
         assert handle.store.file.direct
         assert not any("O_DIRECT" in note for note in handle.notes)
-    monkeypatch.delattr(os, "O_TMPFILE")  # a file that has a name for a moment
+    monkeypatch.setattr(tempfile, "_O_TMPFILE_WORKS", False)  # a file that has a name for a moment
     refused(monkeypatch)
     with with_disk(model, tmp_path) as handle:
         assert not handle.store.file.direct
