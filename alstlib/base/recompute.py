@@ -154,7 +154,7 @@ def leaves_of(roots: Iterable[Tensor], known: Iterable[Tensor] = ()) -> list[Ten
 
 def gradients_of(
     roots: Sequence[Tensor], tensors: Sequence[Tensor | None], upstream: Sequence[Tensor]
-) -> list[Tensor | None]:  # fmt: skip
+) -> list[Any]:  # fmt: skip
     """The gradient of each of these tensors; None where it needs none, or the roots do not depend on it."""
     wanted = [t for t in tensors if t is not None and t.requires_grad]
     found = torch.autograd.grad(roots, wanted, upstream, allow_unused=True) if wanted else ()
@@ -175,7 +175,7 @@ class Strays:
 
     def gradients_of(
         self, roots: Sequence[Tensor], tensors: Sequence[Tensor], upstream: Sequence[Tensor]
-    ) -> list[Tensor | None]:  # fmt: skip
+    ) -> list[Any]:  # fmt: skip
         """The gradient of each of these tensors from one recompute, as `gradients_of` gives them."""
         everywhere = torch.autograd._is_checkpoint_valid() if self.everywhere is None else self.everywhere
         strays = leaves_of(roots, tensors) if everywhere else []
