@@ -145,6 +145,52 @@ def parents_of(roots: Iterable[Tensor]) -> dict[Any, list[Any]]:
     return parents
 
 
+def leaves_of(roots: Iterable[Tensor], known: Iterable[Tensor] = ()) -> list[Tensor]:
+    """The leaves of the graph of these tensors that need a gradient, without those that are known."""
+    mine = {id(t) for t in known}
+    found = (getattr(node, "variable", None) for node in parents_of(roots))
+    return [leaf for leaf in found if leaf is not None and id(leaf) not in mine]
+
+
+def gradients_of(
+    roots: Sequence[Tensor], tensors: Sequence[Tensor | None], upstream: Sequence[Tensor]
+) -> list[Any]:  # fmt: skip
+    """The gradient of each of these tensors; None where it needs none, or the roots do not depend on it."""
+    wanted = [t for t in tensors if t is not None and t.requires_grad]
+    found = torch.autograd.grad(roots, wanted, upstream, allow_unused=True) if wanted else ()
+    of = dict(zip(map(id, wanted), found))
+    return [of.get(id(t)) for t in tensors]
+
+
+class Strays:
+    """Gradients of weights that a recomputed module uses and does not own, such as a vector that a user's hook adds.
+    Its autograd function has no edge to them: what they get is added to their `grad` once, after the recomputes. In a
+    backward for chosen tensors (`torch.autograd.grad`), which are others, nothing is. Which backward that is, an object
+    that is made in a recompute asks then: what recomputes asks for chosen tensors itself."""
+
+    def __init__(self) -> None:
+        self.sums: dict[Tensor, Tensor] = {}
+        inside = torch._C._current_graph_task_id() != -1
+        self.everywhere = torch.autograd._is_checkpoint_valid() if inside else None
+
+    def gradients_of(
+        self, roots: Sequence[Tensor], tensors: Sequence[Tensor], upstream: Sequence[Tensor]
+    ) -> list[Any]:  # fmt: skip
+        """The gradient of each of these tensors from one recompute, as `gradients_of` gives them."""
+        everywhere = torch.autograd._is_checkpoint_valid() if self.everywhere is None else self.everywhere
+        strays = leaves_of(roots, tensors) if everywhere else []
+        found = gradients_of(roots, [*tensors, *strays], upstream)
+        for stray in reversed(strays):
+            if (grad := found.pop()) is not None:
+                self.sums[stray] = self.sums[stray] + grad if stray in self.sums else grad
+        return found
+
+    def add(self) -> None:
+        if self.sums:
+            torch.autograd.backward([*self.sums], [*self.sums.values()])
+            self.sums.clear()
+
+
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     """The backward of an autograd function that has no second-order gradients: refuses `create_graph=True`."""
 
@@ -229,10 +275,15 @@ def those_that_train(params: Sequence[Tensor], needs: Sequence[bool]) -> list[Te
     return [p for p, need in zip(params, needs) if need]
 
 
+def trained(module: nn.Module) -> list[nn.Parameter]:
+    """The weights of a module that train; an engine may swap them between a forward and its backward."""
+    return [p for p in module.parameters() if p.requires_grad]
+
+
 def with_gradient(x: Tensor, module: nn.Module) -> Tensor:
     """x, which needs a gradient where a weight of the module does: an input that needs none makes ZeRO-3's hooks of a
     leaf fire before backward."""
-    if x.requires_grad or not torch.is_grad_enabled() or not any(p.requires_grad for p in module.parameters()):
+    if x.requires_grad or not torch.is_grad_enabled() or not trained(module):
         return x
     return x.detach().requires_grad_()
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from alstlib.base.mesh import ATTACHED, SPContext
 from alstlib.base.options import Options
-from alstlib.base.recompute import begin, now
+from alstlib.base.recompute import begin, now, sum_dtype
 from alstlib.base.units import IGNORE
 from alstlib.data.agreement import Agreement
 from alstlib.hf.attention import attach_attention, attach_rotary
@@ -29,13 +29,13 @@ from alstlib.hf.inputs import STATE, agree, of_all_ranks, read_call
 from alstlib.hf.layer_runner import attach_blocks, attach_runners
 from alstlib.hf.logits import NoLogits
 from alstlib.hf.pass_state import Objective, PassState
-from alstlib.hf.support import check_model, check_shared, layer_name, shared_weights
+from alstlib.hf.support import check_adapter, check_model, check_shared, layer_name, shared_weights
 from alstlib.hf.token_logps import OverRanks
 from alstlib.hf.vision import attach_vision, give_images, image_layout
 from alstlib.linear.adapters import adapter_of, attach_states, is_tokenwise
 from alstlib.offload.disk_store import check_disk
 from alstlib.tiled.compute import TiledMLP, TiledNorm, is_norm
-from alstlib.tiled.loss import TiledHead
+from alstlib.tiled.loss import TiledHead, loss_of_logits
 from alstlib.ulysses.alltoall import unstripe
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ def apply(model: PreTrainedModel, ctx: SPContext | None = None, options: Options
             _attach_norms(handle)
         if options.tile("loss"):
             _attach_head(handle)
-        _stop_own_checkpointing(handle)
+        _look_at_modules(handle)
         if options.checkpoint or options.chunk is not None:
             attach_runners(handle)
         leaves = [m for m in model.modules() if getattr(m, "_z3_leaf", False)]
@@ -180,16 +180,18 @@ def _attach_head(handle: Handle) -> None:
         handle.swap(norm, TiledNorm(norm, handle.tile("norm") or None))
 
 
-def _stop_own_checkpointing(handle: Handle) -> None:
-    """Switch transformers' own checkpointing off, until detach, whenever it is switched on: ours takes its place.
+def _look_at_modules(handle: Handle) -> None:
+    """Now and at each call: switch transformers' own checkpointing off, until detach, because ours takes its place, and
+    refuse adapters that cannot be run exactly.
 
     Raises:
-        ValueError: now or at a call, where there is none of ours.
+        ValueError: now or at a call; also where there is no checkpointing of ours.
     """
 
     @torch.compiler.disable
-    def stop(*_: Any) -> None:
+    def look(*_: Any) -> None:
         for module in handle.model.modules():
+            check_adapter(module)
             if not getattr(module, "gradient_checkpointing", False):
                 continue
             if not handle.options.checkpoint and handle.model.training:
@@ -200,8 +202,8 @@ def _stop_own_checkpointing(handle: Handle) -> None:
                 )
             handle.edits.set(module, "gradient_checkpointing", False)
 
-    stop()
-    handle.edits.hook(handle.model, handle.model.register_forward_pre_hook(stop))
+    look()
+    handle.edits.hook(handle.model, handle.model.register_forward_pre_hook(look))
 
 
 # ----- one call
@@ -274,18 +276,14 @@ def _output(handle: Handle, state: PassState, out: Any) -> Any:
 
 def _untiled(logits: Tensor, labels: Tensor, asked: Objective) -> Tensor:
     """What a tiled head returns, of logits [B, L, V]."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = logits.to(sum_dtype(logits))
     if asked.temperature not in (None, 1.0):
         logits = logits / asked.temperature
     if asked.statistics is not None:
         asked.statistics.of(logits, labels)
     if asked.look is not None:
         asked.look(logits)
-    loss = nn.functional.cross_entropy(
-        logits.flatten(0, 1), labels.flatten(), reduction="sum" if asked.by_token is None else "none",
-        ignore_index=IGNORE, label_smoothing=asked.label_smoothing,
-    )  # fmt: skip
-    return loss if asked.by_token is None else -loss.view(labels.shape)
+    return loss_of_logits(logits, labels, asked.label_smoothing, by_token=asked.by_token is not None)
 
 
 def _in_order(handle: Handle, state: PassState, logps: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from transformers import AttentionInterface, PreTrainedConfig
 
 from alstlib.hf.by_position import attention_chunk, scaled_queries
@@ -155,7 +156,8 @@ def attach_rotary(handle: Handle) -> None:
         at = torch.cat([position_ids, longest.expand(*position_ids.shape[:-1], 1)], -1)
         made = original(x, at, *args, **kwargs)
         along = 1 if position_ids.ndim == 2 else -2  # [B, L, W], or with several kinds of positions [.., B, L, W]
-        return tuple(t.narrow(along, 0, t.shape[along] - 1) for t in made)
+        # cosines and sines, or one tensor of complex numbers (Llama 4, DeepSeek-V2)
+        return tree_map_only(Tensor, lambda t: t.narrow(along, 0, t.shape[along] - 1), made)
 
     for module in handle.facts.by_longest:
         handle.set_forward(module, functools.partial(with_longest, module.forward))

@@ -49,8 +49,8 @@ def overridden(config: Mapping[str, Any], fields: Mapping[str, Any]) -> Json:
     def even(of: Mapping[str, Any]) -> Any:
         return of["hidden_size"] // of["num_attention_heads"]
 
-    made, width = {**config, **fields}, config.get("head_dim")
-    if {"hidden_size", "num_attention_heads"} & set(fields) and width and width == even(config):
+    made, width, sizes = {**config, **fields}, config.get("head_dim"), {"hidden_size", "num_attention_heads"}
+    if sizes & set(fields) and width and sizes <= set(config) and width == even(config):
         made["head_dim"] = fields.get("head_dim", even(made))
     return made
 

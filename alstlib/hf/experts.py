@@ -38,7 +38,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import output_capturing
 
-from alstlib.base.recompute import entered
+from alstlib.base.recompute import entered, trained
 from alstlib.base.sizing import default_tile, tile_of_sums
 from alstlib.hf.handle import Handle
 from alstlib.hf.pass_state import state_now
@@ -181,7 +181,7 @@ def router_loss(handle: Handle, labels: Tensor | None, kwargs: dict[str, Any]) -
     if labels is None:
         options = handle.options  # transformers itself makes the loss, of logits that have a graph or have none
         recomputed = options.checkpoint or handle.chunk is not None or options.tile("mlp")
-        trains = torch.is_grad_enabled() and any(p.requires_grad for p in handle.model.parameters())
+        trains = torch.is_grad_enabled() and bool(trained(handle.model))
         if handle.ctx.sp > 1 or (recomputed and trains):
             raise ValueError(
                 "output_router_logits=True needs shift_labels: with sp > 1 its loss is that of all ranks, and tiles, "

@@ -73,11 +73,7 @@ def _token_wise(handle: Handle, module: nn.Module, original: Any, x: bool, *args
     if travel is None or kwargs or len(args) != 1 or args[0].ndim != 2 + x:
         return original(*args, **kwargs)
     assert handle.chunk is not None
-
-    def trainable() -> list[nn.Parameter]:
-        return [p for p in module.parameters() if p.requires_grad]
-
-    return tiled_compute(original, args[0], trainable, tile=handle.chunk, module=module, travel=travel)
+    return tiled_compute(original, args[0], tile=handle.chunk, module=module, travel=travel)
 
 
 def _rotary(handle: Handle, original: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -161,10 +161,11 @@ def of_all_ranks(handle: Handle, kwargs: dict[str, Any], inputs: StepInputs, chu
     """What the ranks of an SP group exchange before they compute: where a `chunk` cuts their slices, tokens, positions
     and labels are dealt out in stripes of so many tokens; and the longest position, where the model asks for it."""
     facts, ctx, made = handle.facts, handle.ctx, dict[str, Any]()
+    several = inputs.images.get("image_positions")
     if inputs.striped:
         assert chunk is not None
         assert inputs.labels is not None  # `_check_dealt`
-        tokens, several = kwargs["input_ids"], inputs.images.get("image_positions")
+        tokens = kwargs["input_ids"]
         given = [tokens, kwargs["position_ids"].expand_as(tokens), inputs.labels]
         given += [] if inputs.real is None else [inputs.real]
         given += [] if several is None else several.unbind(-1)
@@ -183,7 +184,8 @@ def of_all_ranks(handle: Handle, kwargs: dict[str, Any], inputs: StepInputs, chu
     if facts.attention_chunk is not None:
         made["chunks"] = chunk_offsets(inputs.documents, batch, local * ctx.sp, facts.attention_chunk)
     if facts.by_longest:
-        made["longest"] = positions.max().reshape(1, 1)
+        longest: Tensor = (positions if several is None else several).max()
+        made["longest"] = longest.reshape(1, 1).to(inputs.device)
         if ctx.sp > 1:
             dist.all_reduce(made["longest"], dist.ReduceOp.MAX, group=ctx.sp_group)
     return replace(inputs, **made)

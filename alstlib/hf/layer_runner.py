@@ -19,14 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from alstlib.base.recompute import Saved, with_gradient
+from alstlib.base.recompute import Saved, trained, with_gradient
 from alstlib.hf.handle import Handle
 from alstlib.hf.shared import Shared, apart, is_shared
 from alstlib.hf.support import Facts, layer_name, why_whole
 from alstlib.linear.adapters import is_tokenwise
 from alstlib.offload.checkpoints import Segment, checkpoint
 from alstlib.streaming.chunked import LayerChunk, Stream
-from alstlib.tiled.compute import tensors_of
 from alstlib.tiled.skip import Follower, Unread, find_followers
 
 
@@ -85,8 +84,8 @@ class LayerRunner:
     always = False
     """Whether it also runs the layer where no gradients are recorded."""
     run: Callable[[Tensor, Shared, list[Any], list[Tensor]], Any]
-    """Gives the layer's output for its input x [B, L, E] and its further arguments as `apart` takes them apart, joined
-    with what the layer leaves for others (`Shared.joined`)."""
+    """Gives what `Shared.run` does, for the layer's input x [B, L, E] and its further arguments as `apart` takes them
+    apart."""
 
     def __init__(self, handle: Handle, chain: Chain, layer: nn.Module, index: int) -> None:
         self.handle, self.chain, self.layer, self.index = handle, chain, layer, index
@@ -101,10 +100,6 @@ class LayerRunner:
         shared, leaves, tensors, mappings = apart(args, kwargs)
         return shared.leave(mappings, self.run(x, shared, leaves, tensors))
 
-    def trainable(self) -> list[nn.Parameter]:
-        """The layer's weights that train; an engine may swap them."""
-        return [p for p in self.layer.parameters() if p.requires_grad]
-
 
 class Whole(LayerRunner):
     """Runs a layer on all tokens as a checkpoint."""
@@ -113,7 +108,7 @@ class Whole(LayerRunner):
         handle, plan, state = self.handle, self.handle.plan, self.handle.running
         if self.index == 0 and state.blocks is None:
             plan.whole(tokens_first(x, handle.facts))
-        saved, weights = Saved(keep=plan.keeps_attention(self.index)), self.trainable()
+        saved, weights = Saved(keep=plan.keeps_attention(self.index)), trained(self.layer)
         state = replace(state, saved=saved, drew=set(), followers=self.unread.followers)
 
         def run(x: Tensor, tensors: list[Tensor], leaves: list[Any]) -> Any:
@@ -124,8 +119,7 @@ class Whole(LayerRunner):
                 with handle.entered(replace(state, skip=self.unread.holds and graph)):
                     once = self.look if saved.stage == "first" and not self.looked else self.original
                     call = functools.partial(shared.run, functools.partial(once, x), leaves, tensors)
-                    out, left = run_whole(self.layer, x, call) if saved.stage == "again" else call()
-                    return shared.joined(out, left)
+                    return run_whole(self.layer, x, call) if saved.stage == "again" else call()
             finally:
                 for mlp, follower in self.unread.followers.items():
                     follower.expected = None
@@ -135,7 +129,7 @@ class Whole(LayerRunner):
         taken = any(p._post_accumulate_grad_hooks or hasattr(p, "ds_id") for p in weights)
         taken |= any(hasattr(m, "unshard") for m in self.layer.modules())
         return checkpoint(
-            run, x, tensors, leaves, store=handle.store, saved=saved, trains=bool(weights), accept=self.unread.accept,
+            run, x, tensors, leaves, store=handle.store, saved=saved, accept=self.unread.accept,
             segment=self.chain.segment(self.index, x, plan.inputs_kept_every), module=self.layer,
             weights=None if taken else weights,
         )  # fmt: skip
@@ -189,24 +183,23 @@ class Chunked(LayerRunner):
                 plan.headroom.look(part.device)
             with handle.entered(replace(state, part=piece, skip=self.unread.holds and again)):
                 layer = functools.partial(self.original, as_given(part, facts))
-                out, left = shared.run(layer, mine, [t.transpose(1, 2) for t in beside[len(trained) :]])
-            out, *nothing[:] = tensors_of(out)
-            if any(more is not None for more in nothing):
+                out, *more = shared.run(layer, mine, [t.transpose(1, 2) for t in beside[len(trained) :]])
+            nothing[:] = more[: len(more) - shared.left]
+            if any(one is not None for one in nothing):
                 raise ValueError(f"{layer_name(self.index, self.layer)} {RETURNS_MORE}")
-            piece.left = [t.transpose(1, 2) for t in left]
+            piece.left = [t.transpose(1, 2) for t in more[len(nothing) :]]
             return tokens_first(out, facts)
 
         assert handle.chunk is not None
         stream = Stream(
             run=run, chunk=handle.chunk, ranks=handle.ctx.sp, store=handle.store,
-            keep=plan.keeps_attention(self.index), params=self.trainable, accept=self.unread.accept, module=self.layer,
+            keep=plan.keeps_attention(self.index), accept=self.unread.accept, module=self.layer,
             device=state.inputs.device, travels=state.travels, kv_on_host=plan.kv_on_host,
             tokenwise=self.tokenwise, whole=run_whole, choices=handle.page_chooser(),
         )  # fmt: skip
         beside = [*trained.values(), *(t.transpose(1, 2) for t in tensors)]
         out, *left = stream(x, self.chain.segment(self.index, x, plan.inputs_kept_every), beside)
-        out = as_given(out, facts)
-        return shared.joined(out if shared.alone else (out, *nothing), [t.transpose(1, 2) for t in left])
+        return as_given(out, facts), *nothing, *(t.transpose(1, 2) for t in left)
 
 
 RETURNS_MORE = "returns more than its output, so it cannot run in chunks; use chunk=None"

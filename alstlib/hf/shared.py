@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 
 def is_shared(value: Any) -> bool:
@@ -30,36 +30,29 @@ class Shared:
     kinds: dict[int, Any]
     """The mappings' kinds, by their places among the arguments."""
     held: Any
-    left: Any = None
-    alone: bool = True
-    """Whether the layer returns a tensor, and no tuple."""
+    made: Any = None
+    """How what the layer returns and leaves is put together again, once it has run."""
+    left: int = 0
+    """Number of tensors that it leaves for other layers, the last of those that it makes."""
 
-    def run(
-        self, layer: Callable[..., Any], leaves: Sequence[Any], tensors: Sequence[Tensor]
-    ) -> tuple[Any, list[Tensor]]:  # fmt: skip
-        """What the layer returns, and what it leaves for other layers."""
+    def run(self, layer: Callable[..., Any], leaves: Sequence[Any], tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+        """What the layer returns and leaves for other layers, flat: its output comes first."""
         before: list[Any] = tree_unflatten(list(tensors), self.held)
         mappings = [kind(held) for kind, held in zip(self.kinds.values(), before)]
         filled = dict(enumerate(leaves)) | dict(zip(self.kinds, mappings))
         args, kwargs = tree_unflatten(list(filled.values()), self.spec)
         out = layer(*args, **kwargs)
         new = [{k: v for k, v in m.items() if v is not b.get(k)} for m, b in zip(mappings, before)]
-        self.alone = isinstance(out, Tensor)
-        left, self.left = tree_flatten(new)
-        return out, left
+        made, self.made = tree_flatten((out, new))
+        self.left = len(tree_leaves(new))
+        return tuple(made)
 
-    def joined(self, out: Any, left: Sequence[Tensor]) -> Any:
-        """One tuple of what the layer returns and leaves; what it returns as it is, where it leaves nothing."""
-        return (*((out,) if self.alone else out), *left) if left else out
-
-    def leave(self, mappings: Sequence[Any], joined: Any) -> Any:
+    def leave(self, mappings: Sequence[Any], made: Sequence[Any]) -> Any:
         """Let other layers find what the layer has left; returns what it returns."""
-        many = self.left.num_leaves
-        if not many:
-            return joined
-        for mapping, new in zip(mappings, tree_unflatten(list(joined[-many:]), self.left)):
+        out, left = tree_unflatten(list(made), self.made)
+        for mapping, new in zip(mappings, left):
             mapping.update(new)
-        return joined[0] if self.alone else joined[:-many]
+        return out
 
 
 def apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Shared, list[Any], list[Tensor], list[Any]]:

@@ -166,8 +166,8 @@ def _keys(call: LayerCall, most: Keys) -> Keys:
 
 
 def _keeps_none(layer: nn.Module) -> bool:
-    """Whether a layer that calls no attention is known: it has a state, which does not grow, or mixes no tokens."""
-    return bool(mixers_of(layer)) or is_tokenwise(layer)
+    """Whether a layer is known to call no attention: it has states alone, which do not grow, or mixes no tokens."""
+    return is_tokenwise(layer) or (bool(mixers_of(layer)) and not _attends(layer))
 
 
 def layer_name(index: int | str, layer: nn.Module) -> str:
@@ -249,8 +249,24 @@ def check_shared(shared: Iterable[tuple[str, nn.Parameter]], zero3: bool = False
             )
 
 
+def check_adapter(module: nn.Module) -> None:
+    """Refuse PEFT's activated LoRA (`alora_invocation_tokens`).
+
+    Raises:
+        ValueError: this module is one of its layers.
+    """
+    if any(type(v).__name__ == "ALoraLinearVariant" for v in (getattr(module, "lora_variant", None) or {}).values()):
+        raise ValueError(
+            "activated LoRA (alora_invocation_tokens) counts from the end of the tokens that a layer is called with, "
+            "which may be a slice, a tile or a chunk, and is off in recomputes: use LoRA without invocation tokens"
+        )
+
+
 def _attends(module: nn.Module) -> bool:
-    return any("attention" in type(m).__name__.lower() or _calls_attention(m) for m in module.modules())
+    """Whether a module has attention, as far as names and code tell. Some mixers with a state are called attention."""
+    return any(
+        _calls_attention(m) or ("attention" in type(m).__name__.lower() and not mixers_of(m)) for m in module.modules()
+    )
 
 
 def _calls_attention(module: nn.Module) -> bool:

@@ -28,11 +28,11 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from alstlib.base.recompute import first_order, own_random
+from alstlib.base.recompute import first_order, leaves_of, own_random
 from alstlib.data.images import DEALT, IMAGE_KEYS, DealtImages, FeaturePlan, Fields, ImageLayout
 from alstlib.hf.handle import Handle
 from alstlib.hf.pass_state import PassState
-from alstlib.offload.checkpoints import checkpoint, leaves_of
+from alstlib.offload.checkpoints import checkpoint
 from alstlib.ulysses.alltoall import Exchange
 
 REFUSED_MODELS = {
@@ -188,8 +188,7 @@ def _checkpointed(handle: Handle, layer: nn.Module, original: Any, *args: Any, *
     if handle.state is None:
         return original(*args, **kwargs)
     x = args[0] if args else kwargs.pop(next(iter(inspect.signature(original).parameters)))
-    trains = any(p.requires_grad for p in layer.parameters())
-    return checkpoint(original, x, *args[1:], store=handle.store, trains=trains, module=layer, **kwargs)
+    return checkpoint(original, x, *args[1:], store=handle.store, module=layer, **kwargs)
 
 
 # ----- features

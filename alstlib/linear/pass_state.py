@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from alstlib.base.recompute import GradientSums, first_order
+from alstlib.base.recompute import GradientSums, first_order, gradients_of
 from alstlib.base.types import OutputAndState
 from alstlib.kernels.spans import Documents
 from alstlib.linear.documents import KernelRun, runs_of
@@ -195,8 +195,4 @@ def _gradients(ran: _Ran, dout: Tensor, dafter: Tensor | None) -> list[Tensor | 
     ends = {ran.out: dout}
     if dafter is not None and ran.after.requires_grad:
         ends[ran.after] = dafter
-    inputs = (*ran.leaves, ran.before)
-    wanted = [t for t in inputs if t is not None and t.requires_grad]
-    found = torch.autograd.grad([*ends], wanted, [*ends.values()], allow_unused=True) if wanted else ()
-    of: dict[Any, Tensor] = dict(zip(wanted, found))
-    return [of.get(t) for t in inputs]
+    return gradients_of([*ends], [*ran.leaves, ran.before], [*ends.values()])

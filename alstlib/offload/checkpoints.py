@@ -19,11 +19,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from alstlib.base.recompute import (
     Replay,
     Saved,
+    Strays,
     Values,
     first_order,
-    parents_of,
     tensors_of,
     those_that_train,
+    trained,
     unchanged,
 )
 from alstlib.offload.host_store import HostStore
@@ -140,8 +141,7 @@ class _Checkpoint(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        everywhere = torch.autograd._is_checkpoint_valid()  # not for chosen tensors, as torch.autograd.grad
-        if ctx.weights is None and not everywhere:
+        if ctx.weights is None and not torch.autograd._is_checkpoint_valid():
             raise RuntimeError(
                 "torch.autograd.grad and backward(inputs=...) are not possible here: an engine (DeepSpeed, FSDP) or a "
                 "hook takes each gradient of a checkpointed layer as it is made; call backward() without inputs, or "
@@ -165,21 +165,11 @@ class _Checkpoint(torch.autograd.Function):
         if ctx.weights is None:
             torch.autograd.backward(roots, grads)
             return (*[None] * 4, *(leaf.grad for leaf in leaves))
-        known = [t for t in (*leaves, *those_that_train(ctx.weights, [True] * len(ctx.weights))) if t.requires_grad]
-        strays = leaves_of(roots, known) if everywhere else []
-        found = torch.autograd.grad(roots, [*known, *strays], grads, allow_unused=True) if known or strays else []
+        known = (*leaves, *those_that_train(ctx.weights, [True] * len(ctx.weights)))
+        found = (strays := Strays()).gradients_of(roots, known, grads)
         del roots, grads
-        if strays:  # weights that the module uses and does not own
-            torch.autograd.backward(strays, found[len(known) :])
-        of = {id(t): g for t, g in zip(known, found)}
-        return (*[None] * 4, *(of.get(id(t)) for t in (*leaves, *ctx.weights)))
-
-
-def leaves_of(roots: Sequence[Tensor], known: Sequence[Tensor] = ()) -> list[Tensor]:
-    """The leaves of the graph of these tensors that need a gradient, without those that are known."""
-    mine = {id(t) for t in known}
-    found = (getattr(node, "variable", None) for node in parents_of(roots))
-    return [leaf for leaf in found if leaf is not None and id(leaf) not in mine]
+        strays.add()
+        return (*[None] * 4, *found)
 
 
 def _recompute(member: _Checkpointed, leaves: list[Tensor], kept: list[Tensor]) -> Any:
@@ -194,7 +184,6 @@ def checkpoint(
     *args: Any,
     store: Storage | None = None,
     saved: Saved | None = None,
-    trains: bool = True,
     accept: Callable[[Any], bool] = lambda out: True,
     segment: Segment | None = None,
     module: nn.Module | None = None,
@@ -212,11 +201,11 @@ def checkpoint(
         x: the input that is kept in `store`; other tensors in `args` and `kwargs` stay where they are.
         store: where x is kept; None keeps it on its device.
         saved: attention outputs that are kept together with x; the attention inside `fn` must get the same object.
-        trains: whether `fn` has weights that train; then x is made to need a gradient where it does not.
         weights: the weights inside `fn` that train, or None.
         accept: a function of what a recompute returned, called before its backward; False makes `fn` run once more.
         segment: a segment that x continues (`continues_with`), or a new one; None: x is kept.
         module: the module that `fn` calls; a recompute runs it in the mode (training or evaluation) of the first pass.
+            Where its weights train, as they may where it is None, x is made to need a gradient.
 
     Raises:
         RuntimeError: in backward, for chosen tensors (`torch.autograd.grad`, `backward(inputs=...)`) without `weights`.
@@ -229,7 +218,7 @@ def checkpoint(
     flat, spec = tree_flatten((args, kwargs))
     where = [i for i, t in enumerate(flat) if isinstance(t, Tensor) and t.requires_grad]
     if not (x.requires_grad or where):
-        if not trains:
+        if module is not None and not trained(module):
             return fn(x, *args, **kwargs)
         x = x.detach().requires_grad_()
     needing = [flat[i] for i in where]

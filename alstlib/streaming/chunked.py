@@ -35,7 +35,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from alstlib.base.recompute import GradientSums, Replay, check_thread, first_order, those_that_train, unchanged
+from alstlib.base.recompute import (
+    GradientSums,
+    Replay,
+    Strays,
+    check_thread,
+    first_order,
+    those_that_train,
+    trained,
+    unchanged,
+)
 from alstlib.base.sizing import page_keys
 from alstlib.kernels import paged
 from alstlib.kernels.spans import Documents
@@ -175,9 +184,9 @@ class Stream:
         device: where chunks run.
         store: where the layer's input and, with `keep`, attention outputs wait for backward.
         keep: keep attention outputs, so that attention runs forward once.
-        params: the layer's weights that train, called again in backward (an engine may swap them).
         accept: looks at what a chunk's recompute returned; where it says False, the chunk is recomputed once more.
-        module: the layer, which a recompute runs in the mode (training or evaluation) of the first pass.
+        module: the layer, whose weights may train; a recompute runs it in the mode (training or evaluation) of the
+            first pass.
         travels: the input, the output and their gradients lie on the host, and chunks of them visit the device.
         kv_on_host: keys, values and the sums of their gradients lie there too.
         choices: which pages of keys this call's chunks see, where attention is sparse; None: all.
@@ -192,9 +201,8 @@ class Stream:
     device: torch.device
     store: Storage
     keep: bool
-    params: Callable[[], Sequence[Tensor]]
+    module: nn.Module
     accept: Callable[[Any], bool] = lambda out: True
-    module: nn.Module | None = None
     travels: bool = False
     kv_on_host: bool = False
     choices: PageChooser | None = None
@@ -223,7 +231,7 @@ class Stream:
         """
         self.beside = [t.detach() for t in beside]
         # a layer that knew its segment would be a circle: tensors go when the graph goes
-        return _Streamed.apply(self, segment or Segment(), torch.is_grad_enabled(), x, *beside, *self.params())
+        return _Streamed.apply(self, segment or Segment(), torch.is_grad_enabled(), x, *beside, *trained(self.module))
 
     def chunks(self, tokens: int, graph: bool, courier: Courier) -> list[LayerChunk]:
         p, length = self.ranks, tokens * self.ranks
@@ -296,9 +304,9 @@ class _Streamed(torch.autograd.Function):
         if stream.travels:
             check_thread(ctx.device)
         needs = ctx.needs_input_grad[4 + len(stream.beside) :]
-        params, courier = those_that_train(stream.params(), needs), Courier(store, ctx.device)
+        params, courier = those_that_train(trained(stream.module), needs), Courier(store, ctx.device)
         way = courier if stream.travels else None
-        sums = GradientSums(params)
+        sums, strays = GradientSums(params), Strays()
         more: list[Any] = [None] * len(stream.beside)
         # a copy that came back from the host is ours, and read for the last time before it is written
         grad_x = room_like(way, x) if stream.travels or store.mode == "none" else x
@@ -316,7 +324,7 @@ class _Streamed(torch.autograd.Function):
                 y = _recompute(stream, [leaf, *beside], piece, replay)
             ends, grads = [y, *piece.left], [upstream, *(g[:, piece.tokens] for g in left)]
             with replay():
-                grads = list(torch.autograd.grad(ends, [leaf, *beside, *params], grads, allow_unused=True))
+                grads = strays.gradients_of(ends, [leaf, *beside, *params], grads)
             del y, ends, part, upstream
             put_part(way, grad_x, piece.tokens, grads.pop(0))
             for i, t in enumerate(stream.beside):
@@ -325,6 +333,7 @@ class _Streamed(torch.autograd.Function):
                     more[i][:, piece.tokens] = g
             sums.add(grads, last=not pieces)
             del piece, grads, leaf, beside
+        strays.add()
         courier.finish()
         return None, None, None, grad_x, *more, *sums.done(needs)
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from alstlib.base.recompute import sum_dtype
 from alstlib.kernels.paged import HeadPart, Page
 from alstlib.kernels.spans import Documents
 from alstlib.offload.courier import Courier
@@ -107,7 +108,9 @@ class LayerPages:
             page, arrived = self.held[index], [] if now is None else now()
             keys = page.device or arrived[:2]
             if sums:
-                found = page.sums or (arrived[-2:] if page.host_sums else [_zeros(t) for t in keys])
+                found = page.sums or (
+                    arrived[-2:] if page.host_sums else [torch.zeros_like(t, dtype=sum_dtype(t)) for t in keys]
+                )
                 page.sums = [_padded(total, t) for total, t in zip(found, keys)]
             if index == self.open:
                 page.device = keys
@@ -129,11 +132,6 @@ class LayerPages:
         assert page.sums is not None
         at = self.find(first)[1]
         return [t[:, :, at : at + last - first].to(dtype) for t in page.sums]
-
-
-def _zeros(keys: Tensor) -> Tensor:
-    dtype = torch.promote_types(keys.dtype, torch.float32)
-    return torch.zeros(keys.shape, dtype=dtype, device=keys.device)
 
 
 def _padded(sums: Tensor, keys: Tensor) -> Tensor:

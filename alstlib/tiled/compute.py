@@ -10,6 +10,7 @@ backward, because `TiledMLP` is marked as a leaf.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,10 +22,12 @@ from alstlib.base.recompute import (
     GradientSums,
     Pass,
     Replay,
+    Strays,
     first_order,
     now,
     tensors_of,
     those_that_train,
+    trained,
     unchanged,
     with_gradient,
 )
@@ -63,6 +66,7 @@ class _TiledCompute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, work: _Work, along: Sequence[Tensor], x: Tensor, *_: Tensor) -> Any:
         ctx.work, ctx.replay = work, Replay(work.travel.device if work.travel else x.device, work.module)
+        ctx.strays = Strays()
         ctx.set_materialize_grads(False)
         if any(ctx.needs_input_grad):
             ctx.save_for_backward(x, *along)
@@ -76,7 +80,7 @@ class _TiledCompute(torch.autograd.Function):
         which = [i for i, grad in enumerate(given) if grad is not None]
         need_x, needs = ctx.needs_input_grad[2], ctx.needs_input_grad[3:]
         params = those_that_train(work.params(), needs)
-        sums, tiles = GradientSums(params, work.narrow), tiles_of(x.shape[1], work.tile)
+        sums, strays, tiles = GradientSums(params, work.narrow), ctx.strays, tiles_of(x.shape[1], work.tile)
         xs, courier, out = work.couriers()
         grad_x = room_like(xs, x) if need_x else None
         with ctx.replay(), torch.enable_grad():
@@ -87,13 +91,13 @@ class _TiledCompute(torch.autograd.Function):
                 made = [(y[i], grad.reshape_as(y[i])) for i, grad in zip(which, upstream) if y[i].requires_grad]
                 del y, part, upstream
                 roots, above = zip(*made)
-                grads = list(torch.autograd.grad(roots, [*[leaf] * need_x, *params], above, allow_unused=True))
+                first, *grads = strays.gradients_of(roots, [leaf, *params], above)
                 del made, roots, above
                 if grad_x is not None:
-                    first = grads.pop(0)
                     put_part(xs, grad_x, at, torch.zeros_like(leaf) if first is None else first)
                 sums.add(grads, last=at is tiles[-1])
                 grads = grads[-1:]  # alive during the next tile
+        strays.add()
         if courier is not None:
             courier.finish()
         return None, None, grad_x, *sums.done(needs)
@@ -139,7 +143,7 @@ def _run_tiles(work: _Work, x: Tensor, along: Sequence[Tensor]) -> Any:
 def tiled_compute(
     fn: Callable[..., Tensor],
     x: Tensor,
-    params: Sequence[Tensor] | Callable[[], Sequence[Tensor]] = (),
+    params: Sequence[Tensor] | Callable[[], Sequence[Tensor]] | None = None,
     *,
     tile: int,
     along: Sequence[Tensor] = (),
@@ -157,7 +161,8 @@ def tiled_compute(
             which all but the first may be [B * s, ...]. It may use dropout, which is replayed exactly.
         x: the input; its last tile may be shorter.
         params: the tensors inside `fn` that get a gradient, or a function that returns them. The function is called
-            again in backward, for weights that an engine swaps between forward and backward.
+            again in backward, for weights that an engine swaps between forward and backward. None: the weights of the
+            `module` that train.
         tile: the number of tokens in one tile.
         along: further inputs [B, S, ...], such as labels; they are cut into the same tiles and get no gradient.
         skip: return zeros of x's shape in place of the only or first output. This is for a recompute whose outputs
@@ -172,9 +177,13 @@ def tiled_compute(
     Raises:
         ValueError: `tile` is less than 1, or `fn` does not keep the shape [B, S, ...].
     """
-    get = params if callable(params) else lambda: params
-    work = _Work(fn, get, check_tile(tile), skip, module, travel, narrow)
-    return _TiledCompute.apply(work, tuple(along), x, *get())
+    given = ([] if module is None else functools.partial(trained, module)) if params is None else params
+    get = given if callable(given) else lambda: given
+    work, weights = _Work(fn, get, check_tile(tile), skip, module, travel, narrow), get()
+    if not any(t.requires_grad for t in (x, *weights)):  # with a graph of what else in the module needs a gradient
+        with unchanged(x, module):
+            return _run_tiles(work, x, along)
+    return _TiledCompute.apply(work, tuple(along), x, *weights)
 
 
 class TiledModule(nn.Module):
@@ -214,9 +223,6 @@ class TiledModule(nn.Module):
         if "inner" in self.__dict__:
             self.inner.training = mode
 
-    def trainable(self) -> list[nn.Parameter]:
-        return [p for p in self.inner.parameters() if p.requires_grad]
-
     def forward(self, x: Tensor) -> Any:
         if x.ndim > 2:
             return self.tiled(x)
@@ -251,11 +257,11 @@ class TiledMLP(TiledModule):
         tile, asked = self.tile or self._default_tile(x), now() or Pass()
         if asked.whole and x.shape[1] <= tile:
             return self._run(x)
-        (run, along), params = self._work(), self.trainable
+        (run, along), params = self._work(), None
         skip = asked.skip and self not in asked.drew and (self.further_unread or not self.further)
         then: Any = asked.followers.get(self) if skip else None
         if follows := then is not None and then.ready():
-            run, params = then.after(run, params)
+            run, params = then.after(run, self.inner)
         elif run is self.inner:
             run = self.product
         before = Replay(x.device)
@@ -299,4 +305,4 @@ class TiledNorm(TiledModule):
     def tiled(self, x: Tensor) -> Tensor:
         travel = self.travel()
         tile = self.tile or default_tile(x.shape[-1], 4, travel.device if travel else x.device)
-        return tiled_compute(self.inner, x, self.trainable, tile=tile, module=self.inner, travel=travel)
+        return tiled_compute(self.inner, x, tile=tile, module=self.inner, travel=travel)

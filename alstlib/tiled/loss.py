@@ -129,7 +129,18 @@ def tiled_logits_loss(
     return _TiledLoss.apply(call, torch.is_grad_enabled(), hidden, weight, bias)
 
 
+def loss_of_logits(logits: Tensor, labels: Tensor, smoothing: float, by_token: bool) -> Tensor:
+    """Of logits [B, S, V] that exist anyway: what `tiled_logits_loss` computes, the loss or log-probabilities."""
+    loss = F.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="none" if by_token else "sum", ignore_index=IGNORE,
+        label_smoothing=smoothing,
+    )  # fmt: skip
+    return -loss.view(labels.shape) if by_token else loss
+
+
 Look = Callable[[Tensor], Any]
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Where a module keeps hooks of its calls: a head that has some is called."""
 
 
 class TiledHead(TiledModule):
@@ -163,7 +174,7 @@ class TiledHead(TiledModule):
         if look is not None:
             self._show(hidden, labels, look)
         head: Any = self.inner
-        if type(head) is not nn.Linear:
+        if type(head) is not nn.Linear or "forward" in vars(head) or any(vars(head)[hooks] for hooks in _HOOKS):
             transform = self.transform.at(temperature or 1.0)
             logps = self._through_module(hidden, labels, transform, statistics, smoothing)
             return -logps.sum() if temperature is None else logps
@@ -189,20 +200,14 @@ class TiledHead(TiledModule):
         def token_logps(part: Tensor, target: Tensor) -> Any:
             logits = self.inner(part)
             logits = transform(logits.to(sum_dtype(logits)))
-            loss = F.cross_entropy(
-                logits.flatten(0, 1), target.flatten(), reduction="none", ignore_index=IGNORE,
-                label_smoothing=smoothing,
-            )  # fmt: skip
-            logps = -loss.view(target.shape)
+            logps = loss_of_logits(logits, target, smoothing, by_token=True)
             if statistics is None:
                 return logps
             found = Statistics().of(logits, target)
             return logps, found.entropy, found.correct, found.mean
 
         travel = None if travel is None else replace(travel, out=False)
-        made = tiled_compute(
-            token_logps, hidden, self.trainable, tile=tile, along=(labels,), module=self.inner, travel=travel
-        )  # fmt: skip
+        made = tiled_compute(token_logps, hidden, tile=tile, along=(labels,), module=self.inner, travel=travel)
         if statistics is None:
             return made
         logps, *found = made

@@ -62,12 +62,12 @@ class Follower:
                 deepspeed.zero.register_external_parameter(mlp, p)
 
     def after(
-        self, run: Callable[..., Tensor], params: Callable[[], Sequence[Tensor]]
-    ) -> tuple[Callable[..., Tensor], Callable[[], list[Tensor]]]:
-        """The function and parameters of tiles that run the module on what `run` made."""
+        self, run: Callable[..., Tensor], mlp: nn.Module
+    ) -> tuple[Callable[..., Tensor], Callable[[], list[nn.Parameter]]]:  # fmt: skip
+        """The function and parameters of tiles that run the module on what `run` made of the MLP."""
 
-        def both() -> list[Tensor]:
-            return list({id(p): p for p in (*params(), *self._weights()) if p.requires_grad}.values())
+        def both() -> list[nn.Parameter]:
+            return list(dict.fromkeys(p for p in (*mlp.parameters(), *self._weights()) if p.requires_grad))
 
         return lambda x, *along: self.original(run(x, *along)), both
 

@@ -418,6 +418,20 @@ def test_models_that_cannot_be_exact_are_refused(make, message):
     assert anatomy(model) == before
 
 
+@pytest.mark.parametrize("first", ["peft", "apply"])
+def test_activated_lora_is_refused(first):
+    """A layer of it counts from the end of the tokens that it is called with, which PEFT tells it in forward only."""
+    config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[5, 6])
+    model = make_model()
+    if first == "peft":
+        peft.get_peft_model(model, config)
+        check_refused(r"activated LoRA \(alora_invocation_tokens\)", attach, model)
+        return
+    with attach(model):
+        wrapped = peft.get_peft_model(model, config)
+        check_refused(r"activated LoRA \(alora_invocation_tokens\)", alstlib.causal_lm_loss, wrapped, BATCH)
+
+
 def test_attention_twice_in_a_layer_is_refused_in_chunks():
     check_refused(
         r"layer 0 \(DiffLlamaDecoderLayer\) calls attention more than once, so it can",

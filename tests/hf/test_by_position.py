@@ -27,6 +27,14 @@ def test_a_step_is_that_of_plain_transformers(pools, ranks, engine, data, fields
         matrix.check(pools(case.sp)(matrix.run, case, matrix.More(fields=fields)), case)
 
 
+@pytest.mark.parametrize("way", ["kept", "hidden", "blocks"])
+def test_rotary_embeddings_of_complex_numbers_whose_frequencies_depend_on_the_longest_position(pools, way):
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    case = matrix.Case(NAME, ranks="2x1", way=way)
+    more = matrix.More(fields={"max_position_embeddings": 16, "rope_parameters": rope})
+    matrix.check(pools(case.sp)(matrix.run, case, more), case)
+
+
 def test_chunks_are_counted_from_the_start_of_each_document():
     assert chunk_offsets(None, 2, 7, 3) == (0, 3, 6, 7, 10, 13, 14)
     assert chunk_offsets((0, 2, 9, 10), 2, 5, 4) == (0, 2, 5, 9, 10)

@@ -14,8 +14,8 @@ from test_attach import anatomy
 from transformers.modeling_layers import GradientCheckpointingLayer
 from zoo import small
 
-from alstlib.hf.dry_run import dry_run
-from alstlib.hf.support import check_attention
+from alstlib.hf.dry_run import Keys, LayerCall, dry_run
+from alstlib.hf.support import _keys, check_attention
 
 
 def run(model):
@@ -113,3 +113,17 @@ def test_facts_of_a_layer_are_those_of_the_layer():
     )  # fmt: skip
     with attach(model) as handle:
         assert (handle.facts.output.heads, handle.facts.output.value_width) == (4, 16)
+
+
+def test_a_layer_with_attention_and_a_state_attends():
+    """Also where its dry run ended before its attention."""
+    layer, most = zoo.build_hybrid("falcon_h1").model.layers[0], Keys(4, 2, 8, 8)
+    assert _keys(LayerCall(layer, torch.empty(0), ()), most) == most
+
+
+def test_a_layer_with_a_state_whose_attention_is_its_own_is_refused():
+    """It would see its own slice only."""
+    model = zoo.build_hybrid("falcon_h1")
+    for layer in model.model.layers:
+        layer.self_attn.forward = lambda hidden_states, **_: (hidden_states.cumsum(1), None)
+    check_refused("computes attention by itself, not through transformers' AttentionInterface", attach, model)

@@ -264,17 +264,40 @@ def test_chosen_weights_are_refused_where_gradients_are_taken_one_by_one():
         torch.autograd.grad(loss(model), [model.model.embed_tokens.weight])
 
 
-def test_a_weight_that_the_layer_does_not_own():
-    """A vector that a hook adds, as in steering, gets its gradient too."""
-    model, vector, found = model_of().requires_grad_(False), torch.zeros(WIDTH, requires_grad=True), []
-    attention = model.model.layers[2].self_attn
-    attention.o_proj.weight.requires_grad_()
-    attention.register_forward_hook(lambda module, args, out: (out[0] + vector, *out[1:]))
-    for options in ({"checkpoint": False}, {}):
-        vector.grad = None
+@pytest.mark.parametrize("how", PASSES)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_weights_that_the_layer_does_not_own(how, frozen):
+    """Vectors that hooks add, as in steering, get their gradients too; in tiles also where no weight trains."""
+    model, layer = model_of().requires_grad_(False), 2
+    vectors = {n: torch.zeros(WIDTH, requires_grad=True) for n in ("self_attn", "mlp")}
+    if frozen and "chunks" in how:
+        pytest.skip("a layer in chunks has a graph where its input or a weight of its own needs one")
+    model.model.layers[layer].self_attn.o_proj.weight.requires_grad_(not frozen)
+    for name, vector in vectors.items():
+
+        def add(module, args, out, vector=vector):
+            return (out[0] + vector, *out[1:]) if isinstance(out, tuple) else out + vector
+
+        getattr(model.model.layers[layer], name).register_forward_hook(add)
+    found = []
+    for options in (ALL_OFF, PASSES[how]):
+        for vector in vectors.values():
+            vector.grad = None
         with attach(model, **options):
-            found.append(train(model)[1] | {"vector": vector.grad})
+            found.append(train(model)[1] | {n: vector.grad for n, vector in vectors.items()})
     assert worst_error(*found)[0] < 1e-5
+
+
+def test_weights_that_nothing_owns_are_none_of_the_chosen():
+    model, vector = model_of(), torch.zeros(WIDTH, requires_grad=True)
+    model.model.layers[2].mlp.register_forward_hook(lambda module, args, out: out + vector)
+    for how in ("tiles", "layers in tiles", "chunks in tiles"):
+        with attach(model, **PASSES[how]):
+            torch.autograd.grad(loss(model), [model.model.embed_tokens.weight])
+            assert vector.grad is None
+            loss(model).backward()
+            assert vector.grad is not None
+            vector.grad = None
 
 
 @pytest.mark.parametrize("how", ["layers", "tiles", "chunks"])

@@ -13,6 +13,7 @@ from trl_runs import mixture
 from alstlib.base.config import RunConfig
 from alstlib.base.options import Options
 from alstlib.hf import models
+from alstlib.hf.configs import overridden
 from alstlib.hf.models import experts_of_token, flop_dimensions, flos, load_model, mfu, model_config, put_liger
 
 
@@ -21,6 +22,14 @@ def test_overrides_and_unknown_fields():
     assert (config.num_hidden_layers, config.rms_norm_eps, config.hidden_size) == (5, 0.1, 64)
     wrong = {"num_hiden_layers": 5}
     check_refused(r"of model\.config 'num_hiden_layers'; did you mean 'num_hidden_layers'", model_config, "tiny", wrong)
+
+
+def test_a_width_of_heads_follows_where_a_config_has_such_heads():
+    """Mamba-2's heads are none of attention's."""
+    heads = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16}
+    assert overridden(heads, {"hidden_size": 32}) == {**heads, "hidden_size": 32, "head_dim": 8}
+    mamba2 = {"hidden_size": 64, "num_heads": 8, "head_dim": 16}
+    assert overridden(mamba2, {"hidden_size": 32}) == {**mamba2, "hidden_size": 32}
 
 
 def test_unknown_models_name_what_there_is(tmp_path, monkeypatch):

@@ -149,6 +149,14 @@ def test_videos_are_exact(ranks2):
         check(result, 1e-9, 1e-9)
 
 
+def test_frequencies_by_the_longest_of_several_positions(monkeypatch):
+    """An image takes up as many positions as its longer side, not as it has features."""
+    text, *others = MODELS["qwen2_vl"]
+    rope = {**text["rope_parameters"], "rope_type": "dynamic", "factor": 4.0}
+    monkeypatch.setitem(MODELS, "qwen2_vl", ({**text, "max_position_embeddings": 16, "rope_parameters": rope}, *others))
+    check(in_fp64(0, 1, "qwen2_vl", {"dynamic": [SEVERAL]}).values(), 1e-9, 1e-9)
+
+
 def rows_on_rank(rank, world):
     parts = [[3, "image", 2, "image", 4], [2, "image", 17]]
     names = ("llava", "qwen2_vl", "idefics3")

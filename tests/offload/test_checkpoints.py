@@ -83,7 +83,7 @@ def test_checkpoint_equals_the_plain_function(mode, dropout):
 
 def test_a_frozen_function_costs_nothing():
     frozen, (x, other, scale) = Block().requires_grad_(False), inputs()
-    out = checkpoint(frozen, x, other, scale=scale, store=HostStore("sync"), trains=False)[0]
+    out = checkpoint(frozen, x, other, scale=scale, store=HostStore("sync"), module=frozen)[0]
     assert not out.requires_grad
     assert frozen.calls == 1
 

@@ -108,10 +108,10 @@ def test_layers_that_cannot_be_streamed(monkeypatch):
 
 
 def test_a_layer_without_attention():
-    weight = nn.Parameter(torch.eye(4))
+    layer = nn.Linear(4, 4)
     stream = Stream(
-        run=lambda x, _: x @ weight, chunk=2, ranks=1, device=weight.device, store=HostStore(), keep=False,
-        params=lambda: [weight],
+        run=lambda x, _: layer(x), chunk=2, ranks=1, device=layer.weight.device, store=HostStore(), keep=False,
+        module=layer,
     )  # fmt: skip
     (out,) = stream(torch.randn(1, 5, 4))
     check_refused("did not call attention", out.sum().backward)

@@ -320,3 +320,19 @@ def test_all_labels_masked_is_exactly_zero(head):
     module = TiledHead(HEADS[head](), 4, ALL)
     got = of_module(module, randn(2, 13, WIDTH).requires_grad_(), number(3.0), torch.full((2, 13), -100))
     assert not any(g.any() for g in got)
+
+
+@pytest.mark.parametrize("change", ["hook", "forward"])
+def test_a_head_that_a_user_has_changed_is_called(change):
+    """A hook that changes the logits, or the input, counts, and so does another forward of this one module."""
+    head, labels = nn.Linear(WIDTH, VOCAB, dtype=torch.float64), labels_of(2, 7)
+    if change == "hook":
+        head.register_forward_hook(lambda module, args, out: out * 3.0)
+        head.register_forward_pre_hook(lambda module, args: (args[0] + 0.5,))
+    else:
+        head.forward = lambda x: nn.functional.linear(x + 0.5, head.weight, head.bias) * 3.0
+    x = randn(2, 7, WIDTH).requires_grad_()
+    want = nn.functional.cross_entropy(head(x).flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100)
+    got = TiledHead(head, 3)(x, labels)
+    found = [[loss, *torch.autograd.grad(loss, [x, *head.parameters()])] for loss in (got, want)]
+    assert worst(*found) < 1e-12
