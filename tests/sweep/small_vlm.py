@@ -47,12 +47,4 @@ def small_config(kind):
 def small_model(kind, dtype=torch.float32):
     if kind in pictures.MODELS:
         return pictures.small_vlm(kind, dtype)
-    torch.manual_seed(0)
-    model = transformers.AutoModelForImageTextToText.from_config(small_config(kind), attn_implementation="eager")
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")
-    model = model.to(dtype)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.uniform_(-3.0, 0.5) if name.endswith("A_log") else p.add_(torch.randn_like(p) * 0.1)
-    return model.train()
+    return pictures.trainable_vlm(small_config(kind), dtype)
