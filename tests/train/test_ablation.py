@@ -268,7 +268,7 @@ def test_any_rank_notes_the_length_of_a_search_at_which_memory_ran_out(tmp_path,
 # What a run continues from, in the tests' own pool
 
 
-def trained(rank, world, out, run, dies_after=0, seconds=0):
+def trained(rank, world, out, run, dies_after=0, seconds=0, job=AblationRun):
     """A run, ended after some step without a result, or with so many seconds left after its first; what it left."""
     place, original = Path(out), RunStates.after_step
 
@@ -286,7 +286,7 @@ def trained(rank, world, out, run, dies_after=0, seconds=0):
         contextlib.suppress(BaseException),
     ):  # fmt: skip
         os.environ["TORCHELASTIC_RUN_ID"] = f"{place.name}-{time.monotonic()}"
-        work(run, place, AblationRun)
+        work(run, place, job)
     torch.distributed.barrier()
     result = results.read_result(place / "result.json")
     torch.distributed.barrier()

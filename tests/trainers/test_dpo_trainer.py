@@ -46,12 +46,12 @@ LOSSES = (
 @pytest.mark.parametrize("loss", LOSSES)
 def test_each_loss_by_itself(ranks2, loss):
     smooth = {"label_smoothing": 0.1} if loss in ("robust", "exo_pair") else {}
-    as_one_process(ranks2, {**PAIRS, "loss_type": loss, "max_steps": 3, **smooth})
+    as_one_process(ranks2, {**PAIRS, "loss_type": loss, "max_steps": 2, **smooth})
 
 
 @pytest.mark.parametrize("divergence", ["forward_kl", "js_divergence"])
 def test_each_divergence(ranks2, divergence):
-    as_one_process(ranks2, {**PAIRS, "f_divergence_type": divergence, "max_steps": 3})
+    as_one_process(ranks2, {**PAIRS, "f_divergence_type": divergence, "max_steps": 2})
 
 
 def test_all_losses_of_the_installed_trl_are_tried():

@@ -17,19 +17,21 @@ LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 EVALUATED = {"evaluate": True, "eval_strategy": "steps", "eval_steps": 2}
 MASKED = {"mask_truncated_completions": True, "top_entropy_quantile": 0.4, "max_completion_length": 5}
 CLIPPED = {"num_iterations": 2, "epsilon": 0.05, "delta": 1.1, "off_policy_mask_threshold": 0.01}
+TWO = {"max_steps": 2}
+"""In which a step follows another one: on new completions, or on the same ones where each is used twice."""
 CASES = {
     "a reference model": ("ddp", {"reference": True, "beta": 0.2, "num_iterations": 2, **EVALUATED}),
-    "LoRA": ("ddp", {"lora": True, "beta": 0.2, "temperature": 0.7}),
-    "truncated completions and low entropies are masked": ("ddp", {**MASKED, "num_iterations": 2}),
-    "RLOO": ("ddp", {"trainer": "RLOO", "reference": True, "beta": 0.2, **EVALUATED}),
-    "ratios of sequences": ("ddp", {"importance_sampling_level": "sequence", "loss_type": "grpo", **CLIPPED}),
-    "tokens of an environment": ("ddp", {"rollout": turns, "top_entropy_quantile": 0.6}),
+    "LoRA": ("ddp", {"lora": True, "beta": 0.2, "temperature": 0.7, **TWO}),
+    "truncated completions and low entropies are masked": ("ddp", {**MASKED, "num_iterations": 2, **TWO}),
+    "RLOO": ("ddp", {"trainer": "RLOO", "reference": True, "beta": 0.2, **EVALUATED, **TWO}),
+    "ratios of sequences": ("ddp", {"importance_sampling_level": "sequence", "loss_type": "grpo", **CLIPPED, **TWO}),
+    "tokens of an environment": ("ddp", {"rollout": turns, "top_entropy_quantile": 0.6, **TWO}),
     "several steps of one generation": ("ddp", {"steps_per_generation": 4, "scale_rewards": "batch"}),
     "a reference that follows": (
         "ddp", {"reference": True, "beta": 0.2, "sync_ref_model": True, "ref_model_sync_steps": 2},
     ),
-    "ZeRO-2, LoRA": ("zero2", {"lora": True, "beta": 0.2}),
-    "ZeRO-3": ("zero3", {"reference": True, "beta": 0.2}),
+    "ZeRO-2, LoRA": ("zero2", {"lora": True, "beta": 0.2, **TWO}),
+    "ZeRO-3": ("zero3", {"reference": True, "beta": 0.2, **TWO}),
     "FSDP2": ("fsdp2", {"num_iterations": 2}),
 }  # fmt: skip
 AS_TREES = (
@@ -46,7 +48,7 @@ def test_two_ranks_train_as_one_process(ranks2, loss):
     """Steps of two micro-batches of four completions of unequal lengths, each of which is used twice: all that is
     logged, and the weights. And as trees, of which what completions of a prompt share is computed once, in blocks of 8
     tokens."""
-    settings = {**PROMPTS, "loss_type": loss, "num_iterations": 2, "max_steps": 2}
+    settings = {**PROMPTS, "loss_type": loss, "num_iterations": 2, **TWO}
     for trees in (None, 8):
         _, found = as_one_process(ranks2, settings, near_zero=CANCEL, trees=trees)
         assert found >= LOGGED
