@@ -126,7 +126,8 @@ LABELLED = [s for s in samples(43) if max(s["labels"]) >= 0]
 def test_a_loss_of_the_users_own(ranks2, engine, loss, more):
     """A `compute_loss` that calls the model trains and evaluates as it does in the plain Trainer: samples of unequal
     lengths and numbers of labels, three micro-batches in a step."""
-    settings = {"data": LABELLED, "loss": loss, "gradient_accumulation_steps": 3, **EVALUATED, **more}
+    steps = {"max_steps": 4, **EVALUATED, "eval_steps": 2, "gradient_accumulation_steps": 3}
+    settings = {"data": LABELLED, "loss": loss, **steps, **more}
     as_one_process(ranks2, settings, engine)
 
 
