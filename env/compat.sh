@@ -20,7 +20,7 @@ if [ "${1:-}" = trainer ]; then
         mkdir -p .compat && mv "$around.part" "$around"
     fi
     export PYTHONPATH=$PWD/$around OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=1
-    exec .venv/bin/python -m pytest -n 2 tests/trainers/test_trainer.py tests/trainers/test_sft_trainer.py \
+    exec .venv/bin/python -m pytest tests/trainers/test_trainer.py tests/trainers/test_sft_trainer.py \
         -k "test_two_ranks and (ddp or zero3 or text)" "${@:2}"
 fi
 export ALST_SUPPORT_OUT=$PWD/papermill_runs/results/support OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=1

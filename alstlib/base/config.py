@@ -408,8 +408,10 @@ def flat(fields: Record) -> Json:
 
 def not_default(run: RunConfig) -> Json:
     """The fields of a run that are not the default, by their names with the group. `merged({}, ...)` groups them."""
-    default = flat(RunConfig().to_dict())
-    return {name: value for name, value in flat(run.to_dict()).items() if default.get(name, ...) != value}
+    return {name: value for name, value in flat(run.to_dict()).items() if _DEFAULTS.get(name, ...) != value}
+
+
+_DEFAULTS = flat(RunConfig().to_dict())
 
 
 ROWS: dict[str, Json] = {

@@ -26,11 +26,19 @@ def _installed_gpus() -> int:
     return sum(line.startswith("GPU ") for line in _nvidia_smi("-L").splitlines())
 
 
+@functools.cache
+def torch_version() -> str:
+    """The version of torch that is installed; empty without one. It is read from a long file, and each step of a search
+    asks for it."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("torch")
+    return ""
+
+
 def device_count() -> int:
     """CUDA devices that ranks could use on this machine."""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        if "+cpu" in importlib.metadata.version("torch"):
-            return 0
+    if "+cpu" in torch_version():
+        return 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and not visible.strip():
         return 0
@@ -60,7 +68,7 @@ next power of two. Both, because the allocator takes all blocks that it keeps fo
 def pins_exactly() -> bool:
     """Whether the ranks' pinned memory is not rounded: torch knows the settings, and no others were given."""
     given = [os.environ[name] for name in ALLOCATOR if name in os.environ]
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        major, minor = importlib.metadata.version("torch").split(".")[:2]
-        return (int(major), int(minor)) >= (2, 13) and all(EXACT in settings for settings in given)
-    return True
+    if not (version := torch_version()):
+        return True
+    major, minor = version.split(".")[:2]
+    return (int(major), int(minor)) >= (2, 13) and all(EXACT in settings for settings in given)

@@ -133,12 +133,11 @@ def lines_at(question: StepQuestion, tokens: int) -> Lines:
     Raises:
         ValueError: the model or an option is refused by `apply`; the message is its own.
     """
-    asked = question.to_dict()
     chunks = f", in chunks of {question.run.chunk:,} tokens" if question.run.chunk else ""
     found = _once(
-        "span", question.text, {**asked, "run": not_default(question.run)},
+        "span", question.text, lambda: {**question.to_dict(), "run": not_default(question.run)},
         f"simulating steps of {question.run.model.name}, sp={question.ranks}{chunks}",
-        {"question": asked, "tokens": tokens}, lambda one: one["from"] <= tokens <= one["to"],
+        lambda: {"question": question.to_dict(), "tokens": tokens}, lambda one: one["from"] <= tokens <= one["to"],
     )  # fmt: skip
     return Lines([Moment(*moment) for moment in found["moments"]], tuple(found["host"]))
 
@@ -149,7 +148,7 @@ def facts_of(name: str, overrides: Mapping[str, Any], trust_remote_code: bool, i
     read = ["images"] * images
     text = json.dumps(["facts", config, name if trust_remote_code else "", *read], sort_keys=True, default=str)
     asked = {"name": name, "overrides": dict(overrides), "trust": trust_remote_code, "images": images}
-    return _once("facts", text, asked, f"reading the sizes of {name}")
+    return _once("facts", text, lambda: asked, f"reading the sizes of {name}")
 
 
 def tower_of(run: RunConfig, device: str, size: Sequence[int] | None) -> dict[str, Any]:
@@ -168,26 +167,27 @@ def tower_of(run: RunConfig, device: str, size: Sequence[int] | None) -> dict[st
     question = StepQuestion(RunConfig(model=run.model, options=options), 1, device, images=True)
     text = json.dumps(["tower", question.text, size])
     said = f"simulating the vision tower of {run.model.name}"
-    return _once("tower", text, {"question": question.to_dict(), "size": size}, said)
+    return _once("tower", text, lambda: {"question": question.to_dict(), "size": size}, said)
 
 
 def _once(
-    what: str, text: str, kept: Mapping[str, Any], said: str, asked: Mapping[str, Any] | None = None,
-    holds: Callable[[dict[str, Any]], bool] = lambda one: True,
+    what: str, text: str, kept: Callable[[], Mapping[str, Any]], said: str,
+    asked: Callable[[], Mapping[str, Any]] | None = None, holds: Callable[[dict[str, Any]], bool] = lambda one: True,
 ) -> dict[str, Any]:  # fmt: skip
     """The first known answer that holds; where there is none, that of the simulator.
 
     Args:
-        kept: what the cache says of the question.
+        kept: gives what the cache says of the question; called only where it is not answered, as is `asked`.
         said: what is shown meanwhile.
-        asked: what the simulator is asked; None: what is `kept`.
+        asked: gives what the simulator is asked; None: what is `kept`.
     """
     known = _known(text)
     if (found := next(filter(holds, known), None)) is None:
+        question = kept()
         with watched(said):
-            found = _ask(what, asked or kept)
+            found = _ask(what, asked() if asked else question)
         known.append(found)
-        _keep(text, {what: kept, "found": known})
+        _keep(text, {what: question, "found": known})
     return found
 
 

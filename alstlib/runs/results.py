@@ -227,8 +227,9 @@ def git_facts(folder: str | Path | None = None) -> Json:
 
 @functools.cache
 def _installed() -> dict[str, str]:
-    """The version of every installed distribution."""
-    return {d.name.lower().replace("_", "-"): d.version for d in importlib.metadata.distributions() if d.name}
+    """The version of every installed distribution: `d.name` and `d.version` would each read its file."""
+    found = (d.metadata for d in importlib.metadata.distributions())
+    return {of["Name"].lower().replace("_", "-"): of["Version"] for of in found if of["Name"]}
 
 
 def environment(device: str | None = None, device_count: int | None = None) -> Json:

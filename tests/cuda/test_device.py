@@ -85,7 +85,7 @@ def test_gpus_that_pytorch_cannot_use_are_not_passed_over(monkeypatch, hidden):
     monkeypatch.setattr(torch.cuda, "init", old)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr("alstlib.planner.devices._installed_gpus", lambda: 8)
-    monkeypatch.setattr("alstlib.planner.devices.importlib.metadata.version", lambda name: "2.13.0")
+    monkeypatch.setattr("alstlib.planner.devices.torch_version", lambda: "2.13.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if hidden:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

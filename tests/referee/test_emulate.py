@@ -16,6 +16,7 @@ from alstlib.data.shard import shard_batch
 from alstlib.hf import models
 from alstlib.hf.models import load_model
 from alstlib.planner.measure.ledger import Ledger
+from alstlib.planner.measure.simulate import fake_ranks
 from alstlib.runs.launch import launch
 from alstlib.runs.train import worker
 
@@ -64,13 +65,19 @@ def real_step(rank, world, chunk):
 
 @pytest.mark.parametrize("chunk", [None, 128])
 def test_an_emulated_rank_is_a_real_one(ranks4, tmp_path, chunk):
+    """Emulated in this process: what is there before does not count."""
     peak, wire, host = ranks4(real_rank, chunk)[-1]
     run = run_of(chunk=chunk)
-    result = launch(run, tmp_path, worker=emulate.__file__)
-    metrics, parameters = result["metrics"], sum(p.numel() for p in load_model(run, torch.float32).parameters())
+    with Ledger() as ledger:
+        standing = ledger.device_bytes
+    with fake_ranks(RANKS):
+        made = emulate.Emulation(run, tmp_path)
+        with made.handle:
+            metrics = made()
     emulated = metrics["emulated"]
-    assert (result["mode"], metrics["wire_bytes"], metrics["host_peak_bytes"]) == ("emulated", wire, [host])
-    standing = 4 * parameters + sum(emulated["ballast_bytes"].values()) + 3 * 8 * 2048 // RANKS
+    assert (metrics["wire_bytes"], metrics["host_peak_bytes"]) == (wire, [host])
+    standing += 4 * sum(p.numel() for p in made.model.parameters()) + 3 * 8 * 2048 // RANKS
+    standing += sum(emulated["ballast_bytes"].values())
     assert metrics["device_peak_bytes"][0] - standing == pytest.approx(peak, rel=0.02)
     assert (emulated["ranks"], emulated["layers_run"], emulated["backend"]) == (RANKS, 2, "cpu")
     assert emulated["layer_forward_seconds"] > 0 < emulated["layer_backward_seconds"]
@@ -79,7 +86,9 @@ def test_an_emulated_rank_is_a_real_one(ranks4, tmp_path, chunk):
 def test_few_layers_stand_for_many(tmp_path):
     """Two layers of the shape's own depth: the rest is ballast and a projection that says so."""
     run = run_of(**{"model.name": "small", "model.config": {"num_hidden_layers": 1}, "data.seq_len": 512})
-    emulated = launch(run, tmp_path, worker=emulate.__file__)["metrics"]["emulated"]
+    result = launch(run, tmp_path, worker=emulate.__file__)
+    emulated = result["metrics"]["emulated"]
+    assert result["mode"] == "emulated"
     assert (emulated["layers_run"], emulated["layers_of_the_model"]) == (1, 16)
     whole = sum(p.numel() for p in load_model(run.replace(model={"config": {}}), torch.float32).parameters())
     assert emulated["ballast_bytes"]["weights"] == -(-whole // RANKS) * 4

@@ -305,7 +305,7 @@ def test_visible_devices(monkeypatch, visible, count):
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     for version, found in (("2.13.0", count), ("2.13.0+cpu", 0)):
-        monkeypatch.setattr(devices.importlib.metadata, "version", lambda name, version=version: version)
+        monkeypatch.setattr(devices, "torch_version", lambda version=version: version)
         assert devices.device_count() == found
 
 
@@ -320,7 +320,7 @@ def test_cuda_environment(monkeypatch):
         ("2.12.0", "", grows), ("2.13.1", "", f"{grows},{exact}"), ("2.13.1", own, own),
         ("2.13.1", f"{own},{exact}", f"{own},{exact}"),
     ):  # fmt: skip
-        monkeypatch.setattr(devices.importlib.metadata, "version", lambda name, version=version: version)
+        monkeypatch.setattr(devices, "torch_version", lambda version=version: version)
         if given:
             monkeypatch.setenv("PYTORCH_ALLOC_CONF", given)
         env = torchrun.environment("r", 8, {"OMP_NUM_THREADS": "3"})

@@ -6,10 +6,10 @@ import os
 import shlex
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
@@ -167,20 +167,17 @@ def test_options_can_be_variables(monkeypatch, capsys, alst, spec):
 
 
 @pytest.mark.launch
-def test_a_sweep_on_two_nodes_is_the_sweep_on_one(tmp_path, spec):
+def test_a_sweep_on_two_nodes_is_the_run_on_one(tmp_path, spec, alst):
     """To the bit. Real ranks; nothing of it is left."""
-    env = {**os.environ, **PATHS, "CUDA_VISIBLE_DEVICES": ""}
-    losses = []
-    for name, several in (("one", ()), ("two", ("--nodes", "2", "--head", "127.0.0.1", "--launcher", TWICE))):
-        out = tmp_path / name
-        command = [sys.executable, "-m", "alstlib.runs.cli", "run", str(spec), "--out", str(out), *several]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stdout + done.stderr
-        result = result_of(out / "alst")
-        assert result["config"]["engine"]["world_size"] == result["config"]["engine"]["sp"] == 2
-        losses.append(result["metrics"]["loss"])
-    assert losses[0] == losses[1]
-    assert len(losses[0]) == len(result["metrics"]["device_peak_bytes"]) == 2
+    out = tmp_path / "two"
+    with mock.patch.dict(os.environ, {**PATHS, "CUDA_VISIBLE_DEVICES": ""}):  # the command sets some, too
+        one = launch.launch(cli.load_spec(spec).rows["alst"], tmp_path / "one")
+        alst(f"run {spec} --out {out} --nodes 2 --head 127.0.0.1 --launcher {shlex.quote(TWICE)}")
+    two = result_of(out / "alst")
+    for found in (one, two):
+        assert found["config"]["engine"]["world_size"] == found["config"]["engine"]["sp"] == 2
+    assert one["metrics"]["loss"] == two["metrics"]["loss"]
+    assert len(two["metrics"]["loss"]) == len(two["metrics"]["device_peak_bytes"]) == 2
     (logs,) = (out / "alst/logs").iterdir()
     assert {log.name for log in logs.iterdir()} >= {"agent.log", "launcher.log", "node1.rank1"}
     assert json.loads((out / "sweep.json").read_text())["nodes"] == 2
