@@ -47,6 +47,7 @@ class _Work:
     """What `tiled_compute` was asked, besides its tensors."""
 
     fn: Callable[..., Any]
+    again: Callable[..., Any]
     params: Callable[[], Sequence[Tensor]]
     tile: int
     skip: bool
@@ -87,7 +88,7 @@ class _TiledCompute(torch.autograd.Function):
             by_token = [_by_token(grad, x, i > 0) for i, grad in enumerate(given) if grad is not None]
             for at, (part,), upstream in zip(tiles, parts_of(xs, tiles, x), parts_of(out, tiles, *by_token)):
                 leaf = part.contiguous().detach().requires_grad_(need_x)
-                y = tensors_of(work.fn(leaf, *(t[:, at] for t in along)))
+                y = tensors_of(work.again(leaf, *(t[:, at] for t in along)))
                 made = [(y[i], grad.reshape_as(y[i])) for i, grad in zip(which, upstream) if y[i].requires_grad]
                 del y, part, upstream
                 roots, above = zip(*made)
@@ -151,6 +152,7 @@ def tiled_compute(
     module: nn.Module | None = None,
     travel: Travel | None = None,
     narrow: bool = False,
+    again: Callable[..., Tensor] | None = None,
 ) -> Any:
     """Apply a token-wise function to x [B, S, ...] in tiles of `tile` tokens (ALST, section 3.1).
 
@@ -170,6 +172,7 @@ def tiled_compute(
         module: the module that `fn` calls; backward runs it in the mode (training or evaluation) of this call.
         travel: says that x or the output is on the host, from where tiles are copied to the device; None: neither is.
         narrow: whether the gradients of a single tile stay in the weights' dtype; sums over tiles are always in fp32.
+        again: what backward runs in place of `fn`; only the graph and the shape of what it returns have to be right.
 
     Returns:
         fn(x, *along), with the same gradients for x and `params` as without tiles.
@@ -179,7 +182,7 @@ def tiled_compute(
     """
     given = ([] if module is None else functools.partial(trained, module)) if params is None else params
     get = given if callable(given) else lambda: given
-    work, weights = _Work(fn, get, check_tile(tile), skip, module, travel, narrow), get()
+    work, weights = _Work(fn, again or fn, get, check_tile(tile), skip, module, travel, narrow), get()
     if not any(t.requires_grad for t in (x, *weights)):  # with a graph of what else in the module needs a gradient
         with unchanged(x, module):
             return _run_tiles(work, x, along)
@@ -257,16 +260,16 @@ class TiledMLP(TiledModule):
         tile, asked = self.tile or self._default_tile(x), now() or Pass()
         if asked.whole and x.shape[1] <= tile:
             return self._run(x)
-        (run, along), params = self._work(), None
+        (run, along), params, again = self._work(), None, None
         skip = asked.skip and self not in asked.drew and (self.further_unread or not self.further)
         then: Any = asked.followers.get(self) if skip else None
         if follows := then is not None and then.ready():
             run, params = then.after(run, self.inner)
         elif run is self.inner:
-            run = self.product
+            run, again = self.product.first, self.product.again
         before = Replay(x.device)
         out = tiled_compute(
-            run, x, params, tile=tile, along=along, skip=skip, module=self.inner, narrow=self.narrow
+            run, x, params, tile=tile, along=along, skip=skip, module=self.inner, narrow=self.narrow, again=again
         )  # fmt: skip
         if skip:
             out = then.expect(out) if follows else out

@@ -12,13 +12,13 @@ from alstlib.base.recompute import Replay
 
 
 class LastProduct:
-    """Calls a token-wise module, and leaves out its last product where it runs again for gradients.
+    """Runs a token-wise module, and leaves its last product out where it runs again for gradients.
 
     The output of most MLPs is that of one `nn.Linear`. Backward makes a tile's intermediates again for the products
     that read them, and nothing reads the output: that is one of the 12 products of a gated MLP's step. Forward and
     backward of such an MLP (512 x 1,536, 2,048 tokens, one core) take 0.91 of the time.
 
-    Passes without gradients show which one it is. A product that makes anything but the module's output, that others
+    First passes show which one it is. A product that makes anything but the module's output, that others
     watch or have changed, that an adapter stands beside, or that runs under autocast is computed.
     """
 
@@ -27,17 +27,24 @@ class LastProduct:
         self.seen: dict[bool, nn.Module | None] = {}
         """The product that made the module's output, by the module's mode: dropout comes after it in training only."""
 
-    def __call__(self, x: Tensor) -> Any:
-        """The module's output; with gradients of x or of weights enabled, what lies in its memory is undefined."""
-        module, inside = self.module, [*self.module.modules()]
-        last = next((m for m in reversed(inside) if type(m) is nn.Linear), None)
-        watched = any(m._forward_hooks or m._backward_hooks for m in inside)
-        if last is None or watched or "forward" in vars(last):
-            return module(x)
-        if not torch.is_grad_enabled():
-            return self._seen(last, x)
-        plain = type(last.weight) is nn.Parameter and not torch.is_autocast_enabled(x.device.type)
-        if not plain or self.seen.get(module.training) is not last:
+    def first(self, x: Tensor) -> Any:
+        """The module's output, after a look at what makes it."""
+        last, made = self._last(), _Made()
+        if last is None:
+            return self.module(x)
+        hook = last.register_forward_hook(lambda m, args, out: made.note(out))
+        try:
+            out = self.module(x)
+        finally:
+            hook.remove()
+        self.seen[self.module.training] = last if made.alone(out) else None
+        return out
+
+    def again(self, x: Tensor) -> Any:
+        """The module's output for a backward: it has the output's graph and shape, and may have any values."""
+        module, last = self.module, self._last()
+        autocast = torch.is_autocast_enabled(x.device.type)
+        if last is None or autocast or self.seen.get(module.training) is not last:
             return module(x)
         made, replay = _Made(), Replay(x.device)
 
@@ -54,16 +61,13 @@ class LastProduct:
         with replay():  # something has changed since the module was seen, and may draw what it drew
             return module(x)
 
-    def _seen(self, last: nn.Module, x: Tensor) -> Any:
-        """The module's output, after a look at what makes it."""
-        made = _Made()
-        hook = last.register_forward_hook(lambda m, args, out: made.note(out))
-        try:
-            out = self.module(x)
-        finally:
-            hook.remove()
-        self.seen[self.module.training] = last if made.alone(out) else None
-        return out
+    def _last(self) -> nn.Linear | None:
+        """The last product of the module, unless others watch what modules make here, or have changed it."""
+        inside = [*self.module.modules()]
+        last = next((m for m in reversed(inside) if type(m) is nn.Linear), None)
+        if last is None or type(last.weight) is not nn.Parameter or "forward" in vars(last):
+            return None
+        return None if any(m._forward_hooks or m._backward_hooks for m in inside) else last
 
 
 class _Made:

@@ -147,3 +147,22 @@ def test_an_output_that_changes_between_the_passes_is_computed():
     (right,) = torch.autograd.grad(mlp(x).sum(), x)
     (got,) = torch.autograd.grad(out.sum(), x)
     assert relative_error(got, right) < 1e-5
+
+
+def test_a_first_pass_with_a_graph_computes_all():
+    """The weights are frozen, and what trains is a vector that the MLP adds and does not own."""
+    vector = torch.zeros(WIDTH, requires_grad=True)
+
+    class Steered(Gated):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + vector)
+
+    mlp, x = Steered().requires_grad_(False), torch.randn(1, TOKENS, WIDTH)
+    tiled = TiledMLP(mlp, 4)
+    with torch.no_grad():
+        tiled(x)
+    out = tiled(x)
+    assert relative_error(out, mlp(x)) < 1e-6
+    (right,) = torch.autograd.grad(mlp(x).square().sum(), vector)
+    (got,) = torch.autograd.grad(out.square().sum(), vector)
+    assert relative_error(got, right) < 1e-5
