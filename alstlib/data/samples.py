@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
@@ -40,7 +41,7 @@ class Document(NamedTuple):
         return Document(self.ids[start:stop], self.labels[start:stop])
 
 
-def _labelled(ids: Sequence[int], said: Sequence[Any]) -> Document:
+def _labelled(ids: Sequence[int], said: ArrayLike) -> Document:
     """Token ids, of which those that are said have labels."""
     made = np.asarray(ids, np.int32)
     return Document(made, np.where(said, made, np.int32(IGNORE)))
@@ -125,7 +126,7 @@ def tokenize_row(row: Record, tokenizer: Any) -> Document:
         ids, said = _said(whole, [(start, len(whole))], tokenizer, special=True)
     else:
         ids = tokenizer(example.text, verbose=False)["input_ids"]
-        said = [True] * len(ids)
+        said = np.ones(len(ids), bool)
     end = tokenizer.eos_token_id
     return _labelled(ids, said) if end in (None, *ids[-1:]) else _labelled([*ids, end], [*said, True])
 

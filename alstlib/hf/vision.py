@@ -28,12 +28,12 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from alstlib.base.recompute import first_order, leaves_of, own_random
+from alstlib.base.recompute import leaves_of, own_random
 from alstlib.data.images import DEALT, IMAGE_KEYS, DealtImages, FeaturePlan, Fields, ImageLayout
 from alstlib.hf.handle import Handle
 from alstlib.hf.pass_state import PassState
 from alstlib.offload.checkpoints import checkpoint
-from alstlib.ulysses.alltoall import Exchange
+from alstlib.ulysses.alltoall import Exchange, Moved
 
 REFUSED_MODELS = {
     **dict.fromkeys(
@@ -202,7 +202,9 @@ def _travelled(out: Any, plan: FeaturePlan, exchange: Exchange) -> Any:
             f"the tower made {len(features[0])} features of images that have {len(plan.send)} placeholders"
         )
     sent = torch.cat(features, 1)[plan.send.to(features[0].device)]
-    arrived = sent if exchange.ranks == 1 else _Swapped.apply(sent, plan, exchange)
+    there = functools.partial(_swap, exchange, plan.to_ranks, plan.from_ranks)
+    back = functools.partial(_swap, exchange, plan.from_ranks, plan.to_ranks)
+    arrived = sent if exchange.ranks == 1 else Moved.apply(there, back, sent)[0]
     arrived = arrived[plan.order.to(arrived.device)]
     out[name], *deep = map(_like, arrived.split([t.shape[1] for t in features], 1), made)
     if deep:
@@ -231,24 +233,13 @@ def _like(features: Tensor, made: Any) -> Any:
     return features.view(-1, *[1] * (made.ndim - 2), features.shape[1]) if isinstance(made, Tensor) else [features]
 
 
-class _Swapped(torch.autograd.Function):
+def _swap(
+    exchange: Exchange, to_ranks: list[int], from_ranks: list[int], features: Tensor
+) -> list[Tensor]:  # fmt: skip
     """Features [n, E] in the order of the ranks that they go to -> those that arrive, in the order of theirs."""
-
-    @staticmethod
-    def forward(ctx: Any, features: Tensor, plan: FeaturePlan, exchange: Exchange) -> Tensor:
-        ctx.plan, ctx.exchange = plan, exchange
-        return _swap(features, plan.to_ranks, plan.from_ranks, exchange)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _swap(grad, ctx.plan.from_ranks, ctx.plan.to_ranks, ctx.exchange), None, None
-
-
-def _swap(features: Tensor, to_ranks: list[int], from_ranks: list[int], exchange: Exchange) -> Tensor:
     width = features.shape[1]
     counts = [[n * width for n in each] for each in (to_ranks, from_ranks)]
-    return exchange.swap_unequal(features.flatten(), *counts).view(-1, width)
+    return [exchange.swap_unequal(features.flatten(), *counts).view(-1, width)]
 
 
 # ----- how models take images

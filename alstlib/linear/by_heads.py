@@ -23,7 +23,7 @@ from torch import Tensor
 from alstlib.base.types import OutputAndState
 from alstlib.linear.pass_state import pass_state
 from alstlib.linear.rule import StateRule
-from alstlib.ulysses.alltoall import Exchange, Swap
+from alstlib.ulysses.alltoall import Exchange, swap
 
 
 def by_heads(
@@ -48,8 +48,8 @@ def by_heads(
         together.setdefault((t.dtype, min(t.shape[2], ranks)), []).append(i)
     for places in together.values():
         some = [tokens[i] if tokens[i].ndim == 4 else tokens[i][..., None] for i in places]
-        for i, t in zip(places, Swap.apply(exchange, True, *(t.transpose(1, 2) for t in some))):
+        for i, t in zip(places, swap(exchange, True, *(t.transpose(1, 2) for t in some))):
             own[i] = t.transpose(1, 2) if tokens[i].ndim == 4 else t.transpose(1, 2).squeeze(3)
     out, state = pass_state(rule, own, [w.chunk(ranks)[exchange.rank] for w in weights], Exchange(), *more, **how)
     # models take views of it; with one head on each rank, heads do not lie side by side
-    return Swap.apply(exchange, False, out.transpose(1, 2))[0].transpose(1, 2).contiguous(), state
+    return swap(exchange, False, out.transpose(1, 2))[0].transpose(1, 2).contiguous(), state

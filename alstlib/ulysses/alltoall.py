@@ -13,7 +13,8 @@ first, and each rank receives just the one head it needs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -160,19 +161,13 @@ def stripe(tensors: Sequence[Tensor], chunk: int, ctx: SPContext) -> list[Tensor
 
 def unstripe(x: Tensor, chunk: int, ctx: SPContext) -> Tensor:
     """The way back of `stripe`, differentiable: from this rank's tokens [B, L] of each chunk to its slice."""
-    return x if ctx.sp == 1 or x.shape[1] <= chunk else _Unstripe.apply(x, chunk, ctx)
+    if ctx.sp == 1 or x.shape[1] <= chunk:
+        return x
 
+    def to_slice(x: Tensor) -> list[Tensor]:
+        return [_deal(x.T, chunk, ctx, back=True).T.contiguous()]
 
-class _Unstripe(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, chunk: int, mesh: SPContext) -> Tensor:
-        ctx.chunk, ctx.mesh = chunk, mesh
-        return _deal(x.T, chunk, mesh, back=True).T.contiguous()
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return stripe([grad], ctx.chunk, ctx.mesh)[0], None, None
+    return Moved.apply(to_slice, lambda grad: stripe([grad], chunk, ctx), x)[0]
 
 
 def _deal(x: Tensor, chunk: int, ctx: SPContext, back: bool = False) -> Tensor:
@@ -194,20 +189,29 @@ def _deal(x: Tensor, chunk: int, ctx: SPContext, back: bool = False) -> Tensor:
     return _all_to_all(torch.empty_like(send), send, ctx.sp_group, from_ranks, to_ranks)
 
 
-class Swap(torch.autograd.Function):
-    """`Exchange.to_heads` or `to_seq` of tensors that go in one buffer; their gradients go the other way."""
+class Moved(torch.autograd.Function):
+    """Tensors that `there` moves between ranks; `back` moves their gradients the other way."""
 
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, to_heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchange, ctx.there, heads = exchange, to_heads, tensors[0].shape[1]
-        ctx.shared = heads if to_heads and heads < exchange.ranks else None
-        return tuple((exchange.to_heads if to_heads else exchange.to_seq)(*tensors))
+    def forward(
+        ctx: Any, there: Callable[..., Sequence[Tensor]], back: Callable[..., Sequence[Tensor]], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.back = back
+        return tuple(there(*tensors))
 
     @staticmethod
     @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        back = ctx.exchange.to_seq(*grads, heads=ctx.shared) if ctx.there else ctx.exchange.to_heads(*grads)
-        return None, None, *back
+        return None, None, *ctx.back(*grads)
+
+
+def swap(exchange: Exchange, to_heads: bool, *tensors: Tensor) -> Sequence[Tensor]:
+    """`Exchange.to_heads` or `to_seq` of tensors that go in one buffer, differentiable."""
+    if not to_heads:
+        return Moved.apply(exchange.to_seq, exchange.to_heads, *tensors)
+    heads = tensors[0].shape[1]
+    back = functools.partial(exchange.to_seq, heads=heads if heads < exchange.ranks else None)
+    return Moved.apply(exchange.to_heads, back, *tensors)
 
 
 def whole_heads(heads: int, kv_heads: int, ranks: int) -> bool:
@@ -235,7 +239,7 @@ def seq_to_heads(x: Tensor, group: Any | Exchange = None) -> Tensor:
     heads, ranks = x.shape[1], exchange.ranks
     if heads % ranks and ranks % heads:
         raise ValueError(f"{heads} heads neither divide over {ranks} ranks nor are shared evenly by them")
-    return Swap.apply(exchange, True, x)[0]
+    return swap(exchange, True, x)[0]
 
 
 def heads_to_seq(x: Tensor, group: Any | Exchange = None) -> Tensor:
@@ -248,4 +252,4 @@ def heads_to_seq(x: Tensor, group: Any | Exchange = None) -> Tensor:
     size, ranks = x.shape[2], exchange.ranks
     if size % ranks:
         raise ValueError(f"a sequence of {size} does not divide over {ranks} ranks; {size + -size % ranks} does")
-    return Swap.apply(exchange, False, x)[0]
+    return swap(exchange, False, x)[0]
