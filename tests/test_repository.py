@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -397,12 +396,6 @@ def test_no_machine_path_and_no_registry():
 
 
 # Size and form
-
-
-def test_files_of_tests_have_names_of_their_own():
-    """pytest cannot import two of one name."""
-    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
-    assert {name for name, count in names.items() if count > 1} == set()
 
 
 def test_exceptions_of_complexity_are_needed():
