@@ -85,6 +85,9 @@ def activations(
         ValueError: a model or an option that `apply` refuses.
     """
     run = run.for_width(shape.width)
+    if run.block is not None and (shape.not_by_blocks or run.options.disk is not None):
+        why = shape.not_by_blocks or "block_step keeps no checkpoints on a disk (options.disk)"
+        raise ValueError(f"block={run.block}: the model cannot run by blocks: {why}")
     if run.block is not None and run.block * ranks < seq_len:
         one = activations(
             _of_block(shape, run.block * ranks, seq_len), run.replace(block=None, options={"on_host": "auto"}), ranks,

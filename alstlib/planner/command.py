@@ -361,9 +361,11 @@ def answer(request: Request, rates: Rates, gpus: int) -> Variant:
 
 
 def smallest(request: Request, rates: Rates) -> Variant:
-    """The smallest machine of this kind of GPU that holds the asked length: a power of two of them."""
+    """The smallest machine of this kind of GPU that holds the asked length: a power of two of them, times the sequence
+    parallel degree where one is given."""
     assert request.seq_len is not None
-    counts = [1 << n for n in range(MOST.bit_length()) if 1 << n <= request.seq_len]
+    least, most = request.run.engine.sp or 1, min(MOST, request.seq_len)
+    counts = [least << n for n in range(MOST.bit_length()) if least << n <= most] or [least]
     place = bisect_left(counts, True, key=lambda gpus: answer(request, rates, gpus).found.fits)
     return answer(request, rates, counts[min(place, len(counts) - 1)])
 

@@ -13,6 +13,12 @@ from alstlib.linear.ways import Sent, StateLayer
 from alstlib.planner.fits import facts_of, tower_of
 from alstlib.planner.state_ways import forward_flops
 
+NOT_PLANNED = (
+    "modules_to_save", "target_parameters", "trainable_token_indices", "rank_pattern", "layers_to_transform",
+    "exclude_modules",
+)  # fmt: skip
+"""Fields of peft's LoraConfig that change how many parameters are trained."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recurrence:
@@ -99,6 +105,8 @@ class Shape:
     """Widths of what goes into linear modules and comes out of them, all together, by the modules' names."""
     recurrence: Recurrence | None
     """What layers with a state have; None: the model has none of them."""
+    not_by_blocks: str = ""
+    """Why it cannot run block by block; empty where it can."""
     images: Images | None = None
     """The images of each sample; None: text alone."""
 
@@ -126,16 +134,23 @@ class Shape:
 
     def adapter_parameters(self, lora: Mapping[str, Any]) -> int:
         """The number of parameters of LoRA adapters with these fields of peft's LoraConfig; all linear modules of the
-        layers where it names none."""
-        targets = lora.get("target_modules")
-        named = set(targets) if isinstance(targets, list | tuple) else set(self.linear)
-        return int(lora.get("r", 8)) * sum(widths for name, widths in self.linear.items() if name in named)
+        layers where it names none.
 
-    def pairs(self, seq_len: int) -> float:
-        """Pairs of a query and a key that attention computes in a sample, all layers: a causal half, or what lies in
-        the window."""
+        Raises:
+            ValueError: fields by which other modules are trained, or modules in part.
+        """
+        targets = lora.get("target_modules") or "all-linear"
+        named = {*self.linear} if targets == "all-linear" else {targets} if isinstance(targets, str) else {*targets}
+        if other := [name for name in NOT_PLANNED if lora.get(name)] + sorted(named - {*self.linear}):
+            known = ", ".join(self.linear)
+            raise ValueError(f"model.lora with {other[0]!r} is not planned: give r and target_modules of {known}")
+        return int(lora.get("r", 8)) * sum(self.linear[name] for name in named)
+
+    def pairs(self, seq_len: int, share: float = 1.0) -> float:
+        """Pairs of a query and a key that attention computes in a sample, all layers: this share of a causal half, or
+        what lies in the window."""
         inside = self.windowed * causal_pairs(seq_len, self.window)
-        return (self.attending - self.windowed) * causal_pairs(seq_len) + inside
+        return share * (self.attending - self.windowed) * causal_pairs(seq_len) + inside
 
 
 def read_shape(

@@ -35,6 +35,9 @@ class Sizes:
     """Parameters of the largest tensor, whether it is trained or not."""
     trainable: int | None = None
     """The number of parameters that are trained, such as those of an adapter; None: all."""
+    packed: int = 0
+    """Bytes of weights of which the most have 4 bits: they are whole on each rank, which is assumed, because ZeRO
+    divides no packed weights; 0: none has."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,8 @@ def model_states(
     away = run.engine.offload_optimizer and stage > 0
     optimizer = 12 * (part if stage else trained) - (0 if stage or element == 2 else 4 * trained)
     gradients = element * (part if stage >= 2 else trained)
-    weights = element * (shard if stage == 3 else parameters)
+    weights = sizes.packed or element * (shard if stage == 3 else parameters)
+    leave = run.engine.offload_params and not sizes.packed
     alike = run.options.checkpoint and bool(run.options.offload)
     needed, live = element * (sizes.layer + sizes.embedding), 2 * buffer
     ours, ahead = bucket is None, bucket is not None or needed < live
@@ -129,8 +133,8 @@ def model_states(
     in_layer = sizes.largest if sizes.largest > sizes.embedding else 0  # such as a layer's experts, in one tensor
     leaving = 4 * filed * min(part, max(buffer // element, in_layer) // world)
     device = {
-        WEIGHTS: 0 if run.engine.offload_params else weights,
-        GATHERED: min(whole, gathered) if stage == 3 and not alone else 0,
+        WEIGHTS: 0 if leave else weights,
+        GATHERED: min(whole, gathered) if stage == 3 and not alone and not sizes.packed else 0,
         GRADIENTS: gradients if not away else largest + {1: element * trained, 2: largest}.get(stage, 0),
         OPTIMIZER: 0 if away else optimizer,
         BUCKETS: buffer if world > 1 or stage else 0,  # stages 1 and 2 fill it on a single rank too
@@ -142,12 +146,12 @@ def model_states(
     steps = [] if filed else steps
     earlier = element * part if stage == 2 and run.optim.accumulation > 1 else 0
     host = {
-        WEIGHTS: pinned(weights) if run.engine.offload_params and not paged else 0,
+        WEIGHTS: pinned(weights) if leave and not paged else 0,
         OPTIMIZER: (8 * part + (4 * part if stage == 3 else pinned(4 * part))) if away and not filed else 0,
         GRADIENTS: sum(map(pinned, (element * part, *(4 * n for n in steps), largest))) + earlier if away else 0,
         FILES: 16 * group * filed + element * (5 * read + world * group) * paged,
     }
-    disk = {WEIGHTS: weights * paged, OPTIMIZER: 12 * part * filed, GRADIENTS: 4 * part * filed}
+    disk = {WEIGHTS: weights if leave and paged else 0, OPTIMIZER: 12 * part * filed, GRADIENTS: 4 * part * filed}
     head = max(element * sizes.embedding, live if ahead else 0)
     early = needed + buffer if alike and not ahead else gathered
     others = {

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from alstlib.base.config import RunConfig
@@ -22,7 +22,7 @@ from alstlib.planner.devices import pins_exactly
 from alstlib.planner.fits import element_bytes
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import Shape
-from alstlib.planner.model_states import GATHERED, WEIGHTS, ZERO_DEFAULT, Sizes, States, model_states
+from alstlib.planner.model_states import WEIGHTS, ZERO_DEFAULT, Sizes, States, model_states
 from alstlib.planner.step_time import step_seconds
 
 Side = tuple[str, int, int | None]
@@ -176,23 +176,17 @@ def states(shape: Shape, run: RunConfig, machine: Machine, preset: str = "ours")
     """A rank's model states, and ZeRO's buffers. The reference's buckets are DeepSpeed's default, and it tells the
     engine of its sequence parallelism, whose gradients are then reduced in fp32 by default."""
     adapter = None if run.model.lora is None else shape.adapter_parameters(run.model.lora)
+    element = element_bytes(run, machine.device)
     sizes = Sizes(
         parameters=shape.parameters + (adapter or 0), layer=shape.layer_parameters, embedding=shape.embedding,
         trainable=adapter, largest=shape.largest_tensor if adapter is None else 0, tensor=shape.largest_tensor,
+        packed=frozen_weights(shape, run, element) + element * (adapter or 0) if run.model.bits else 0,
     )  # fmt: skip
-    element = element_bytes(run, machine.device)
     of = {"reduced": element if machine.device == "cpu" else None}
     if preset == "paper":
         of = {"bucket": ZERO_DEFAULT, "reduced": 4 if (run.engine.sp or machine.gpus) > 1 else element}
     rounded = machine.device == "cuda" and not pins_exactly()
-    held = model_states(run, sizes, machine.gpus, element, rounded=rounded, **of)
-    if run.model.bits:  # whole on each rank, which is assumed: ZeRO divides no packed weights
-        whole = frozen_weights(shape, run, element) + element * (adapter or 0)
-        others = {part: {n: b for n, b in of.items() if n != GATHERED} for part, of in held.others.items()}
-        device = {n: b for n, b in held.device.items() if n != GATHERED} | {WEIGHTS: whole}
-        host, disk = ({n: b for n, b in of.items() if n != WEIGHTS} for of in (held.host, held.disk))
-        held = replace(held, device=device, host=host, others=others, disk=disk)
-    return held
+    return model_states(run, sizes, machine.gpus, element, rounded=rounded, **of)
 
 
 def loading(shape: Shape, run: RunConfig, machine: Machine) -> Loading:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 from alstlib.base.config import RunConfig
@@ -44,16 +44,34 @@ def foretell(run: RunConfig, machine: Machine, seq_len: int | None = None) -> tu
     return shape, predict(shape, run, machine, seq_len or max(run.data.seq_len, run.engine.sp))
 
 
-def _patience(run: RunConfig, machine: Machine) -> AbstractContextManager[Any]:
-    """What is not known is simulated, unless the run is so small that it is not worth the wait: it is on a CPU, and its
-    hidden states are less than `SMALL` of the memory."""
+def _expected(run: RunConfig, nodes: int, gpus: int, waits: bool = False) -> tuple[Question, Prediction]:
+    """The question about a resolved run on this machine (`machine_of`) with its prediction, that of a search at the
+    length that it should find. What is not known is simulated, unless the run is so small that it is not worth the
+    wait: it is on a CPU, and its hidden states are less than `SMALL` of the memory.
+
+    Args:
+        waits: simulate for a small run too.
+
+    Raises:
+        ValueError: it is no training run, or the planner does not know its model.
+    """
+    if run.emulate or run.peers:
+        raise ValueError("it is not a training run")
+    machine = machine_of(run, nodes, gpus)
     limits = [has for has in (machine.gpu_memory, machine.host_memory) if has is not None]
     config = overridden(find_config(run.model.name), run.model.config)
     width, layers = (int(config.get(name) or 1) for name in ("hidden_size", "num_hidden_layers"))
     hidden = 4 * width * layers * run.data.seq_len * run.data.batch_size
     processes = machine.ranks_of_node * machine.overheads.process
-    waits = machine.device != "cpu" or max(hidden / SMALL, processes) > min(limits, default=math.inf)
-    return nullcontext() if waits else known_only()
+    waits = waits or machine.device != "cpu" or max(hidden / SMALL, processes) > min(limits, default=math.inf)
+    with nullcontext() if waits else known_only():
+        shape, found = foretell(run, machine)
+        if run.search:
+            best = longest(shape, run, machine, run.search.granule)
+            if best and run.search.max and best.seq_len > run.search.max:
+                best = predict(shape, run, machine, run.search.max)
+            found = best or found
+    return Question(shape, run, machine), found
 
 
 def as_metrics(found: Prediction, machine: Machine) -> dict[str, Any]:
@@ -74,20 +92,17 @@ def why_not(run: RunConfig, nodes: int, gpus: int) -> str | None:
     for a length, or that the planner does not know, are not judged."""
     if run.search:
         return None
-    machine = machine_of(run, nodes, gpus)
     try:
-        with _patience(run, machine):
-            shape, found = _expected(run, machine)
+        question, found = _expected(run, nodes, gpus)
     except (ValueError, KeyError):
         return None
-    question = Question(shape, run, machine)
     if over := first_beyond(found.sides, CERTAIN):
         where, needs, has = over
         what = "device_memory is" if run.limits.device_memory else "a GPU has"
         what = what if where == "device" else f"a rank's share of the free {named(where)} is"
         text = (
             f"{found.seq_len:,} tokens would take {format_bytes(needs)} of {named(where)} a rank, and {what} "
-            f"{format_bytes(has)} (predicted, largest parts: {largest(found, where, machine)})"
+            f"{format_bytes(has)} (predicted, largest parts: {largest(found, where, question.machine)})"
         )
     elif found.loading.beyond(CERTAIN):
         text = f"{found.loading.why} (predicted)"
@@ -100,35 +115,16 @@ def why_not(run: RunConfig, nodes: int, gpus: int) -> str | None:
     return f"{text}. force=True (--force) runs it all the same"
 
 
-def _expected(run: RunConfig, machine: Machine) -> tuple[Shape, Prediction]:
-    """The prediction for a resolved run, that of a search at the length that it should find.
-
-    Raises:
-        ValueError: it is no training run, or the planner does not know its model.
-    """
-    if run.emulate or run.peers:
-        raise ValueError("it is not a training run")
-    shape, found = foretell(run, machine)
-    if run.search:
-        best = longest(shape, run, machine, run.search.granule)
-        if best and run.search.max and best.seq_len > run.search.max:
-            best = foretell(run, machine, run.search.max)[1]
-        found = best or found
-    return shape, found
-
-
 def limits(run: RunConfig, nodes: int, gpus: int) -> tuple[float, float]:
     """Seconds that a resolved run may take, and those that a rank may wait for others: `FACTOR` times what is predicted
     of the run, and of a step and the saving of a training state. An hour at least; a day where no rates are known.
     """
-    machine = machine_of(run, nodes, gpus)
-    least = HOUR if rates_known(machine) else DAY
     try:
-        with _patience(run, machine):
-            shape, found = _expected(run, machine)
+        question, found = _expected(run, nodes, gpus)
     except (ValueError, KeyError):
         return DAY, DAY
-    step, disk = found.seconds["step"], shape.parameters / SLOW_DISK  # a byte of each parameter
+    least = HOUR if rates_known(question.machine) else DAY
+    step, disk = found.seconds["step"], question.shape.parameters / SLOW_DISK  # a byte of each parameter
     steps = run.optim.steps + (TRIALS if run.search else 0)
     states = run.optim.steps // run.output.checkpoint_every if run.output.checkpoint_every else 0
     whole = steps * step + (4 + 12 * states) * disk  # the model is read and written once
@@ -157,14 +153,13 @@ def step_limit(run: RunConfig, nodes: int, gpus: int, trains: bool = True) -> tu
 def outlook(run: RunConfig, gpus: int, nodes: int = 1) -> str:
     """What the planner says of a resolved run on this machine before it starts, in lines: whether it fits (of a search:
     the longest sequence), and a table of bytes of a rank and seconds of a step."""
-    machine = machine_of(run, nodes, gpus)
     try:
-        found = _expected(run, machine)[1]
+        question, found = _expected(run, nodes, gpus, waits=True)
     except (ValueError, KeyError) as e:
         return f"not predicted: {e}"
     longest_fits = f"the longest that fits is {found.seq_len:,} tokens"
-    said = longest_fits if run.search and found.fits else verdict(found, machine)
-    return f"{said}\n{textwrap.indent(as_text(table(found, machine, parts=False)), ' ' * 13)}"
+    said = longest_fits if run.search and found.fits else verdict(found, question.machine)
+    return f"{said}\n{textwrap.indent(as_text(table(found, question.machine, parts=False)), ' ' * 13)}"
 
 
 def largest(found: Prediction, where: str, machine: Machine) -> str:

@@ -170,6 +170,8 @@ class Question:
         ways, run = dict(WAYS), self.run
         if run.contrib.sparse:
             ways[SPARSE] = {**WAYS["keys and values too"], "contrib.sparse": run.contrib.sparse}
+        if run.options.disk is not None:
+            ways["block by block"] = {**ways["block by block"], "options.disk": None}
         asked = run.options.chunk if run.options.chunk != "auto" else None
         size = asked or run.block or max(CHUNK, least_chunk(self.shape, self.machine.rates, self.ranks))
         tiles = {"options.tiles.loss": run.options.tile("loss") or True}
@@ -178,8 +180,8 @@ class Question:
         with watched("ways to run the model", ways) as each:
             for what in each:
                 own = {name: size if value == CHUNK else value for name, value in ways[what].items()}
-                other = self.with_changes({**needed, **own})
-                with suppress(NotSimulated):
+                with suppress(ValueError):  # not simulated, or refused by `apply`, as chunks are by some models
+                    other = self.with_changes({**needed, **own})
                     one = Variant(what, own, other, other.longest())
                     other.beyond(one.best)  # its `limit` is known from now on
                     found.append(one)
@@ -194,7 +196,7 @@ class Question:
         """What lets this length fit that does not; where no length fits (None), what lets some fit. The nearest things
         that do so: other options, a disk, an adapter, more host memory, more nodes. Of ours."""
         length = seq_len or self.shortest
-        with suppress(NotSimulated):
+        with suppress(ValueError):  # not simulated, or an adapter that is refused
             for one in self._remedies(length) if self.preset == "ours" else ():
                 if (at := one.question.at(length)).fits and (found := at if seq_len else one.question.longest()):
                     yield replace(one, at=found)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from alstlib.base.config import RunConfig
 from alstlib.planner.activations import FLASH_2, Activations
 from alstlib.planner.fits import element_bytes
@@ -16,9 +14,7 @@ from alstlib.planner.state_ways import RECURRENCE, passes_of, state_seconds
 def attention_flops(shape: Shape, seq_len: int, share: float = 1.0) -> float:
     """FLOPs of one forward over a sample, all layers: QK^T and PV of the causal half, or of what lies in a sliding
     window. `share` is that of the pairs which layers without a window compute."""
-    windows = replace(shape, attending=shape.windowed).pairs(seq_len)
-    pairs = share * (shape.pairs(seq_len) - windows) + windows
-    return 2.0 * pairs * shape.heads * (shape.head_dim + shape.value_dim)
+    return 2.0 * shape.pairs(seq_len, share) * shape.heads * (shape.head_dim + shape.value_dim)
 
 
 def linear_flops(shape: Shape, tokens: int) -> dict[str, float]:
@@ -97,10 +93,10 @@ def step_seconds(
     an adapter is trained, because frozen weights have no gradients (the adapter's own products are left out). Where one
     input in k is kept, the layers of the others run forward once more. `attention_passes` says how often attention
     does, and its backward is 2.5 forwards. The exchange is waited for. ZeRO's traffic and asynchronous offload hide
-    behind the computing, as far as that lasts: weights that are read from files, and gradients that backward writes to
-    them. The optimizer's step on files hides nothing: DeepSpeed reads a group, steps on it, and writes it, one after
-    the other. A vision tower runs like the layers; ranks wait for the one that has the
-    most images.
+    behind the computing, as far as that lasts. So do a disk's reads and writes, all together: of checkpoints, of
+    weights in files, and of gradients that backward writes to them. The optimizer's step on files hides nothing:
+    DeepSpeed reads a group, steps on it, and writes it, one after the other. A vision tower runs like the layers; ranks
+    wait for the one that has the most images.
     """
     element, rates = element_bytes(run, "cuda"), machine.rates
     again = 1.0 if run.options.checkpoint else 0.0
@@ -133,16 +129,18 @@ def step_seconds(
     times = run.optim.accumulation
     made = {"matrix products": matmul * times, "attention": core * times, "exchange": exchange * times}
     computing, offload = (matmul + core) * times, found.copied / rates.host * times
-    waited = max(0.0, zero_seconds(shape, run, machine, remade) * found.blocks - computing)
+    waited = max(0.0, zero_seconds(shape, run, machine, remade + first) * found.blocks - computing)
     if run.options.offload:
         waited += offload if run.options.offload == "sync" else max(0.0, offload - computing)
     shard = trained(shape, run) / (machine.gpus if run.engine.zero_stage else 1)
     away, disk = run.engine.offload_optimizer and run.engine.zero_stage, machine.disk_rate / machine.ranks_of_node
     filed, paged = (where == "nvme" for where in (run.engine.offload_optimizer, run.engine.offload_params))
-    if found.disk or filed:  # checkpoints are written in the forward and read in the backward, which writes gradients
-        through, gradients = found.disk / disk * times, 4 * shard * filed / disk
+    if found.disk or filed or paged:  # forward writes checkpoints, backward reads them and writes gradients
         ahead = (sum(linear.values()) / rates.matmul + attention / forward) / ranks * times
-        waited += max(0.0, through - ahead) + max(0.0, through + gradients - computing + ahead)
+        weights = 0 if run.model.bits else paged * element * shape.parameters / machine.gpus * found.blocks * times
+        out, back = found.disk * times + weights, found.disk * times + (1 + remade + first) * weights
+        back += 4 * shard * filed
+        waited += max(0.0, out / disk - ahead) + max(0.0, back / disk - computing + ahead)
     made["waiting for memory and network"] = waited
     made["optimizer"] = ADAM_BYTES * shard / (rates.host_memory if away else DEVICE_MEMORY)
     made["optimizer"] += (ADAM_BYTES * filed + element * paged) * shard / disk
@@ -181,18 +179,16 @@ def trained(shape: Shape, run: RunConfig) -> int:
 
 
 def zero_seconds(shape: Shape, run: RunConfig, machine: Machine, remade: float) -> float:
-    """Seconds of ZeRO's gathering and reducing in a step, where layers run forward `remade` times more to make
-    inputs."""
+    """Seconds of ZeRO's gathering and reducing in a step, and of copying weights from the host, where layers run
+    forward `remade` times more than once in forward and once in backward."""
     rates, world = machine.rates, machine.gpus
     share = rates.link if world <= machine.per_node else rates.network
     gathers, reduces = {3: (2 + remade, 1), 2: (0, 1), 1: (0, 2), 0: (0, 2)}[run.engine.zero_stage]
     element = element_bytes(run, "cuda")
     gathered = 0 if run.model.bits else shape.parameters  # whole on each rank
     moved = gathers * gathered + reduces * trained(shape, run)
-    zero = moved * element * (world - 1) / world / share * run.optim.accumulation
-    away, paged = gathers * gathered * element / world, run.engine.offload_params == "nvme"
-    rate = machine.disk_rate / machine.ranks_of_node / run.optim.accumulation if paged else rates.host
-    return max(zero, away / rate) if run.engine.offload_params else zero
+    zero, away = moved * (world - 1) / world / share, gathers * gathered / world / rates.host
+    return (max(zero, away) if run.engine.offload_params else zero) * element * run.optim.accumulation
 
 
 ADAM_BYTES = 28

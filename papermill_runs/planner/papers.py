@@ -226,26 +226,6 @@ def published_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join([*lines, "", *(f"{n}. {why}" for n, why in enumerate(remarks, 1))])
 
 
-def to_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Lengths: stated, predicted and the error, with what it may come from (once, where rows in turn have the same)."""
-    lines = [
-        "| row | the paper: length | predicted | error | predicted peak at the paper's length | the paper: step | "
-        "predicted | what may be behind the error |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    before = ""
-    for r in rows:
-        why = r["why"] if abs(r["error"]) > 0.1 else ""
-        shown, before = "as above" if why and why == before else why, why
-        lines.append(
-            f"| {r['row']} | {r['stated']:,} | {r['predicted']:,} | {r['error']:+.0%} | "
-            f"{r['peak_at_stated_gib']:.1f} GiB | {r['stated_seconds'] or 0:,.0f} s | "
-            f"{r['predicted_seconds']:,.0f} s | "
-            f"{shown} |"
-        )
-    return "\n".join(lines)
-
-
 def everything() -> dict[str, list[dict[str, Any]]]:
     """All tables."""
     tables = {

@@ -91,6 +91,13 @@ def test_the_smallest_machines_that_hold_a_length(plan, alst):
     assert "the model was trained on up to 131,072 tokens" in out
 
 
+def test_a_given_degree_divides_the_gpus_of_every_machine(plan):
+    """None with fewer GPUs is tried, which would be refused."""
+    for sp in (3, 4):
+        (found,) = plan(f"--seq-len 500K --gpu H100 --set engine.sp={sp}")[1]["machines"]
+        assert (found["fits"], found["gpus"] % sp) == (True, 0)
+
+
 def test_a_length_that_no_machine_holds(plan, monkeypatch):
     monkeypatch.setattr(command, "MOST", 2)
     shown, made = plan("--seq-len 50M --gpu RTX4090,A100", 1)

@@ -30,7 +30,6 @@ def test_every_row_of_table_1_is_there_and_large_errors_are_explained():
         assert r["predicted"] >= 0.95 * r["stated"], r
     for r in [*rows, *TABLES["ALST, Tables 2 to 4"]]:
         assert r["why"] or abs(r["error"]) <= 0.1, r
-    assert papers.to_markdown(rows).count("\n") == len(rows) + 1
 
 
 def test_the_page_shows_every_published_length_and_why_a_limit_is_far_off():

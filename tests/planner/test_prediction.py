@@ -1,6 +1,7 @@
 """The planner: what it predicts against real runs, its answers against rules."""
 
 import itertools
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -22,7 +23,14 @@ from alstlib.planner.model_states import COPIES, FILES, GRADIENTS, OPTIMIZER, WE
 from alstlib.planner.prediction import Loading, longest, predict, states
 from alstlib.planner.preflight import foretell, why_not
 from alstlib.planner.question import HELP, Question, with_folder
-from alstlib.planner.step_time import attention_passes, exchange_bytes, linear_flops, zero_seconds
+from alstlib.planner.step_time import (
+    attention_flops,
+    attention_passes,
+    exchange_bytes,
+    linear_flops,
+    step_seconds,
+    zero_seconds,
+)
 from alstlib.planner.streaming import least_chunk
 from alstlib.runs import results
 from alstlib.runs.sweeps import load_spec
@@ -218,8 +226,40 @@ def test_files_of_frozen_experts_and_of_packed_weights():
     trained = states(moe, IN_FILES, ranks).device[COPIES]
     assert trained == 4 * (moe.largest_tensor // 8) > 4 * zero_bucket(moe.parameters) // 8
     packed = run.replace(model={"bits": 4})
-    assert zero_seconds(EIGHT_B, packed, ranks, 0) < 0.1 < zero_seconds(EIGHT_B, run, ranks, 0)
+    waits = [predict(EIGHT_B, how, ranks, 1000).seconds["waiting for memory and network"] for how in (packed, run)]
+    assert waits[0] < 0.1 < waits[1]
     assert zero_seconds(EIGHT_B, run, ranks, 0.75) == pytest.approx(2.75 / 2 * zero_seconds(EIGHT_B, run, ranks, 0))
+
+
+def waits(run, machine, seq_len, **kept):
+    """Seconds of a step in which it waits for memory and network, where something else is kept."""
+    found = replace(predict(EIGHT_B, run, machine, seq_len).activations, **kept)
+    return step_seconds(EIGHT_B, run, machine, machine.gpus, seq_len, found)["waiting for memory and network"]
+
+
+def test_what_one_disk_reads_and_writes_adds_up():
+    """Weights are read while checkpoints are written: each hides behind the forward, and not both."""
+    lora, each = OURS.replace(model={"lora": {"r": 8}}), 2 * EIGHT_B.parameters
+    in_files = lora.replace(engine={"offload_params": "nvme", "nvme_path": "/scratch"})
+    rates = ONE.rates
+    flops = sum(linear_flops(EIGHT_B, 100_000).values()) / rates.matmul
+    forward = flops + attention_flops(EIGHT_B, 100_000) / rates.attention_forward
+    machine = replace(ONE, disk_rate=each / (0.8 * forward), rates=replace(rates, host=1e15))
+    assert waits(lora, machine, 100_000, disk=each, host=0) == 0
+    assert waits(in_files, machine, 100_000, disk=0, host=0) == 0
+    assert waits(in_files, machine, 100_000, disk=each, host=0) == pytest.approx(0.6 * forward, rel=0.01)
+
+
+def test_each_pass_of_each_micro_batch_gathers_weights():
+    """A block runs forward twice before its backward; weights on the host are copied for every micro-batch."""
+    slow = replace(EIGHT, rates=replace(EIGHT.rates, link=1e6, host=1e15))
+    once = 2 * EIGHT_B.parameters * 7 / 8 / 1e6
+    blocks = OURS.replace(block=1000, options={"chunk": None, "on_host": "hidden+kv"})
+    assert waits(OURS, slow, 32_000) == pytest.approx(3 * once, rel=0.01)  # two gathers and a reduction
+    assert waits(blocks, slow, 32_000) == pytest.approx(4 * 4 * once, rel=0.01)
+    away, far = OURS.replace(engine={"offload_params": True}), replace(EIGHT, rates=replace(EIGHT.rates, host=1e6))
+    one, two = (waits(away.replace(optim={"accumulation": n}), far, 8000, copied=0) for n in (1, 2))
+    assert two == pytest.approx(2 * one)
 
 
 def test_the_disks_of_a_run(tmp_path, monkeypatch):
@@ -270,6 +310,19 @@ def test_advice_helps_and_says_what_it_costs(row, first, also):
     assert reach[-1] > plain.longest().seq_len
     assert helps[0].what == first
     assert also in [h.what for h in helps]
+
+
+def test_what_block_step_refuses_is_not_planned():
+    """A model that cannot run by blocks, and checkpoints on a disk."""
+    run, why = OURS.replace(block=16_384), "layer 0 (Odd) calls attention more than once"
+    odd, disk = replace(EIGHT_B, not_by_blocks=why), {"disk": {"folder": "/scratch"}}
+    with pytest.raises(ValueError, match=re.escape(why)):
+        predict(odd, run, EIGHT, 100_000)
+    with pytest.raises(ValueError, match="no checkpoints on a disk"):
+        predict(EIGHT_B, run.replace(options=disk), EIGHT, 100_000)
+    assert "block by block" not in [way.what for way in Question(odd, OURS, EIGHT).ways()]
+    last = Question(EIGHT_B, OURS.replace(options=disk), EIGHT).ways()[-1]
+    assert (last.what, last.question.run.options.disk) == ("block by block", None)
 
 
 def test_overheads_are_named_and_can_be_set():

@@ -20,7 +20,7 @@ from alstlib.hf.models import share_of_token, windows_of
 from alstlib.hf.support import check_model
 from alstlib.linear.adapters import adapter_of, mixers_of
 from alstlib.linear.ways import StateLayer
-from alstlib.planner.fits import KERNEL, REFERENCE, StepQuestion, part_of
+from alstlib.planner.fits import KERNEL, REFERENCE, Moment, StepQuestion
 from alstlib.planner.measure.deep import PROBE, Deep
 from alstlib.planner.measure.scope import ATTENTION, STATES, category
 from alstlib.planner.measure.simulate import whole_model
@@ -31,11 +31,9 @@ def answer(what: str, asked: Mapping[str, Any]) -> dict[str, Any]:
     """What `fits` asks for: the moments between two lengths (`span`), the sizes of a model (`facts`), or what images
     take (`tower`)."""
     if what == "facts":
-        return count(asked["name"], asked["overrides"], asked["trust"], asked.get("images", False))
-    if what == "tower":
-        question, size = StepQuestion.from_dict(asked["question"]), asked["size"]
-        return tower(question.run, question.device, size and tuple(size))
-    return span(StepQuestion.from_dict(asked["question"]), asked["tokens"])
+        return count(**asked)
+    question, about = StepQuestion.from_dict(asked["question"]), asked["tokens" if what == "span" else "size"]
+    return span(question, about) if what == "span" else tower(question.run, question.device, about and tuple(about))
 
 
 @functools.lru_cache(maxsize=4)
@@ -84,43 +82,24 @@ def span(question: StepQuestion, tokens: int) -> dict[str, Any]:
         slope = (there - here) / further if further else 0.0
         return here - slope * lengths[0], slope
 
-    lines = {
-        key: {n: line(here.get(n, 0), then.moments[key].get(n, 0)) for n in sorted({*here, *then.moments[key]})}
-        for key, here in first.moments.items()
-        if key in then.moments
-    }
-    return {
-        "from": low, "to": high, "host": line(first.host_peak, then.host_peak),
-        "moments": [
-            [key.partition("|")[0].removesuffix(KERNEL), KERNEL in key, of]
-            for key, of in _without_smaller(lines, low).items()
-        ],
-    }  # fmt: skip
-
-
-def _without_smaller(
-    lines: Mapping[str, dict[str, tuple[float, float]]], tokens: int
-) -> dict[str, dict[str, tuple[float, float]]]:
-    """Without moments than which another one of the same part of the model is larger at every length."""
-
-    def size(key: str) -> tuple[float, float]:
-        bases, slopes = zip(*lines[key].values()) if lines[key] else ((0.0,), (0.0,))
-        return sum(bases) + tokens * sum(slopes), sum(slopes)
-
-    parts: dict[tuple[str, bool], list[str]] = defaultdict(list)
-    for key in lines:
-        place = key.partition("|")[0]
-        parts[part_of(place), KERNEL in place].append(key)
-    kept: dict[str, dict[str, tuple[float, float]]] = {}
-    for keys in parts.values():
+    parts: dict[str, list[tuple[float, float, str, Moment]]] = defaultdict(list)
+    for key, here in first.moments.items():
+        if (there := then.moments.get(key)) is not None:
+            of = {n: line(here.get(n, 0), there.get(n, 0)) for n in sorted({*here, *there})}
+            one = Moment(key.partition("|")[0].removesuffix(KERNEL), KERNEL in key, of)
+            base, slope = (sum(numbers) for numbers in zip((0.0, 0.0), *of.values()))
+            parts[one.part].append((base + low * slope, slope, key, one))
+    kept = []
+    for moments in parts.values():  # without those than which another one of the part is larger at every length
         steepest = -1.0
-        for key in sorted(keys, key=lambda key: (size(key), key), reverse=True):
-            if (slope := size(key)[1]) > steepest:
-                kept[key], steepest = lines[key], slope
-    return kept
+        for _, slope, _, one in sorted(moments, reverse=True, key=lambda moment: moment[:3]):
+            if slope > steepest:
+                steepest = slope
+                kept.append([one.place, one.kernel, one.line])
+    return {"from": low, "to": high, "host": line(first.host_peak, then.host_peak), "moments": kept}
 
 
-def count(name: str, overrides: Mapping[str, Any], trust: bool, images: bool) -> dict[str, Any]:
+def count(name: str, overrides: Mapping[str, Any], trust: bool, images: bool = False) -> dict[str, Any]:
     """The fields of a `Shape`, from the model itself on meta."""
     run = RunConfig(model=Model(name=name, config=dict(overrides), trust_remote_code=trust, dtype="bf16"))
     with torch.device("meta"):
@@ -151,6 +130,7 @@ def count(name: str, overrides: Mapping[str, Any], trust: bool, images: bool) ->
         "layer_parameters": max(sum(p.numel() for p in layer.parameters()) for layer in facts.layers),
         "mixing": round(mixing), "mlp_of_token": round(mlps), "linear": dict(linear),
         "recurrence": _recurrence(run, [mixers for layer in facts.layers if (mixers := mixers_of(layer))]),
+        **({"not_by_blocks": facts.not_by_blocks} if facts.not_by_blocks else {}),
     }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -28,12 +28,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 import alstlib
 from alstlib.base.config import RunConfig
 from alstlib.base.mesh import join_fake
-from alstlib.base.sizing import TileRule, as_on
+from alstlib.base.sizing import TileRule, as_on, tiles_of
 from alstlib.hf import attach
 from alstlib.hf.models import load_model
 from alstlib.hf.vision import tower_modules
 from alstlib.kernels import blockwise
-from alstlib.linear.adapters import lightning
 from alstlib.linear.ways import StateLayer
 from alstlib.planner.fits import KERNEL
 from alstlib.planner.measure.fused_states import fused_states
@@ -180,72 +179,21 @@ def attached(
 
 @contextmanager
 def some_of_many() -> Iterator[None]:
-    """Run the first and the last of many tiles, of many blocks of blockwise attention and of many pieces of lightning
-    attention: those between take as much. A step of an 8B with 98K tokens takes 0.9 s instead of 1.9 s; 500K keys of
-    two heads are 65,000 blocks."""
-    of: list[tuple[Any, str, Any]] = [
-        (compute, "tiles_of", _ends), (logits, "tiles_of", _ends), (blockwise, "tiles_of", _ends),
-        (lightning, "in_turn", _pieces),
-    ]  # fmt: skip
+    """Run the first and the last of many tiles, and of many blocks of blockwise attention: those between take as much.
+    A step of an 8B with 98K tokens takes 0.9 s instead of 1.9 s; 500K keys of two heads are 65,000 blocks."""
     with ExitStack() as stack:
-        for module, name, fewer in of:
-            every = getattr(module, name)
-            stack.enter_context(mock.patch.object(module, name, functools.partial(fewer, every)))
+        for module in (compute, logits, blockwise):
+            stack.enter_context(mock.patch.object(module, "tiles_of", _ends))
         yield
 
 
-def _ends(every: Callable[[int, int], list[slice]], tokens: int, size: int) -> list[slice]:
-    of = every(tokens, size)
+def _ends(tokens: int, size: int) -> list[slice]:
+    of = tiles_of(tokens, size)
     return of if len(of) < 2 * ENDS else [*of[:ENDS], *of[-ENDS:]]
 
 
 ENDS = 2
-"""Tiles, blocks and pieces that are run at each end: the second one meets what the first one leaves."""
-
-
-def _pieces(every: Any, piece: Any, tensors: Sequence[Tensor], sizes: Sequence[int], state: Tensor) -> Any:
-    """`lightning.in_turn` with one `_Alike` for the pieces between the ends."""
-    size, between = sizes[0], sizes.count(sizes[0]) - 2 * ENDS
-    if between < 2:
-        return every(piece, tensors, sizes, state)
-
-    def of(state: Tensor, *parts: Tensor) -> Any:
-        alike = parts[0].shape[2] == between * size
-        return _Alike.apply(piece, size, state, *parts) if alike else piece(state, *parts)
-
-    return every(of, tensors, [*sizes[:ENDS], between * size, *sizes[ENDS + between :]], state)
-
-
-class _Alike(torch.autograd.Function):
-    """Pieces of equal size in turn: one is run, and room is taken for what all give and keep for backward."""
-
-    @staticmethod
-    def forward(ctx: Any, piece: Any, size: int, state: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
-        given = {t.untyped_storage()._cdata for t in (state, *parts)}
-        kept: dict[int, int] = {}
-
-        def keep(t: Tensor) -> Tensor:
-            storage = t.untyped_storage()
-            kept[storage._cdata] = storage.nbytes()
-            return t.detach()
-
-        one = [
-            t.detach().requires_grad_(need)
-            for t, need in zip((state, *(t[:, :, :size] for t in parts)), ctx.needs_input_grad[2:])
-        ]
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, Tensor.detach):
-            out, _ = piece(*one)
-        del one
-        times, nbytes = parts[0].shape[2] // size, sum(n for key, n in kept.items() if key not in given)
-        out = out.new_empty(*out.shape[:2], parts[0].shape[2], out.shape[3])
-        ctx.kept = out.new_empty(times * nbytes, dtype=torch.uint8) if any(ctx.needs_input_grad) else None
-        ctx.shapes = [t.shape for t in (state, *parts)]
-        return out, out.new_empty(state.shape)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor, dstate: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.kept = None
-        return None, None, *map(dout.new_empty, ctx.shapes)
+"""Tiles and blocks that are run at each end: the second one meets what the first one leaves."""
 
 
 def roomy(run: RunConfig) -> RunConfig:

@@ -149,12 +149,13 @@ def compare(
         with handle:
             if block is not None and handle.facts.not_by_blocks:
                 return {"result": "refused", "reason": f"ValueError: {handle.facts.not_by_blocks}"}
-            with _order_of(model) as order:
+            with _watched(model) as seen:
                 mean, got = attached_step(handle, data, block)
     except Exception as e:
         return {"result": "crash", "reason": why(e)}
     try:
-        loss, want = reference(model)
+        with _watched(model) as expected:
+            loss, want = reference(model)
     except Exception as e:
         return {"result": "not built", "reason": f"plain transformers: {why(e)}"}
     errors, loss_error = errors_of(got, want), abs(mean - loss) / abs(loss)
@@ -163,7 +164,8 @@ def compare(
     made = {"dtype": str(model.dtype), "loss": loss_error, "gradient": max(errors.values()), "notes": handle.notes}
     if loss_error < exact[model.dtype][0] and not wrong and changed is None:
         return {"result": "exact", "reason": "", **made}
-    nearest = f"gradient of {last_run(wrong, order)}" if wrong else "loss"
+    nearest = f"gradient of {last_run(wrong, {name: i for i, name in enumerate(seen)})}" if wrong else "loss"
+    made["first"] = first_difference(model, ctx, data["input_ids"].shape[1], seen, expected)
     return {"result": "wrong", "reason": f"{changed} has changed" if changed else nearest, **made}
 
 
@@ -183,17 +185,18 @@ def judge(make: Callable[[torch.dtype], Any], cases: Mapping[str, Callable[[Any]
 
 
 @contextlib.contextmanager
-def _order_of(model: nn.Module) -> Iterator[dict[str, int]]:
-    """Collects the modules' places in the order in which their first calls end."""
-    order: dict[str, int] = {}
+def _watched(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
+    """Collects the outputs of each module in the order in which their first calls end; also of the model's copies."""
+    seen: dict[str, list[Tensor]] = {}
 
-    def note(name: str, *_: Any) -> None:
-        order.setdefault(name, len(order))  # a checkpoint runs a module again
+    def note(name: str, module: nn.Module, args: Any, out: Any) -> None:
+        tensors = [t.detach() for t in tree_leaves(out) if isinstance(t, Tensor) and t.ndim > 1]
+        seen.setdefault(name, []).extend(t.flatten(0, 1) if t.ndim > 2 else t for t in tensors[:1])
 
     with contextlib.ExitStack() as hooks:
         for name, module in model.named_modules():
             hooks.callback(module.register_forward_hook(functools.partial(note, name)).remove)
-        yield order
+        yield seen
 
 
 def last_run(parameters: Iterable[str], order: Mapping[str, int]) -> str:
@@ -213,22 +216,6 @@ def last_run(parameters: Iterable[str], order: Mapping[str, int]) -> str:
     return max(parameters, key=place)
 
 
-def _watched(model: nn.Module, step: Callable[[], Any]) -> dict[str, list[Tensor]]:
-    """The outputs of each module in a step, in the order in which they are done."""
-    seen: dict[str, list[Tensor]] = {}
-
-    def note(name: str, module: nn.Module, args: Any, out: Any) -> None:
-        tensors = [t.detach() for t in tree_leaves(out) if isinstance(t, Tensor) and t.ndim > 1]
-        if tensors:
-            seen.setdefault(name, []).append(tensors[0].flatten(0, 1) if tensors[0].ndim > 2 else tensors[0])
-
-    with contextlib.ExitStack() as hooks:
-        for name, module in model.named_modules():
-            hooks.callback(module.register_forward_hook(functools.partial(note, name)).remove)
-        step()
-    return seen
-
-
 def of_first_pass(pieces: list[Tensor], count: int) -> Tensor | None:
     """The first `count` rows, where pieces make up just as many: what follows is a recompute, or a further sample."""
     ends = [*itertools.accumulate(map(len, pieces))]
@@ -238,23 +225,18 @@ def of_first_pass(pieces: list[Tensor], count: int) -> Tensor | None:
 
 
 def first_difference(
-    model: Any, ctx: alstlib.SPContext, options: alstlib.Options, data: Mapping[str, Any], block: int | None = None
-) -> Outcome:
-    """The first module whose output differs from plain transformers' on this rank's slice, if any does."""
-
-    def attached() -> None:
-        with alstlib.apply(model, ctx, options) as handle:
-            attached_step(handle, data, block)
-
-    seen, expected = _watched(model, attached), _watched(model, lambda: plain(model, data))
-    length = data["input_ids"].shape[1]
+    model: Any, ctx: alstlib.SPContext, length: int, seen: Mapping[str, list[Tensor]],
+    expected: Mapping[str, list[Tensor]],
+) -> Outcome:  # fmt: skip
+    """The first module whose output in a sample of `length` tokens differs from plain transformers' on this rank's
+    slice, if any does: of `_watched` modules."""
     rows, limit = -(-length // ctx.sp), EXACT[model.dtype][1] * 10
     mine = slice(ctx.sp_rank * rows, min(length, (ctx.sp_rank + 1) * rows))
     for order, (name, outputs) in enumerate(expected.items()):
         ours, theirs = of_first_pass(seen.get(name, []), rows), of_first_pass(outputs, length)
         if ours is None or theirs is None or ours[0].shape != theirs[0].shape:
             continue
-        theirs = theirs[mine].double()
+        theirs = theirs[mine].to(ours.device, torch.float64)
         error = float((ours[: len(theirs)].double() - theirs).norm() / theirs.norm().clamp_min(1e-30))
         if not error < limit:
             return {"module": name, "kind": type(model.get_submodule(name)).__name__, "error": error, "order": order}
@@ -351,18 +333,12 @@ def verify(question: Mapping[str, Any]) -> dict[str, Any]:
         ctx = alstlib.SPContext() if degree == 1 else alstlib.SPContext.create(sp)
         data = {name: sample(max(33, 11 * sp), name == "packed") for name in ("whole", "packed")}
         with mock.patch.object(sizing, "LEAST_KEYS", 1):  # pages of one chunk
-            run = {n: functools.partial(_case, ctx, options, d, block) for n, d in data.items()}
+            case = functools.partial(compare, ctx=ctx, options=options, block=block)
+            run = {
+                n: functools.partial(case, data=d, reference=functools.partial(plain, data=d)) for n, d in data.items()
+            }
             outcomes = judge(lambda dtype: build(small, dtype, trust_remote_code=trust), run)
-            for name, outcome in outcomes.items():
-                if outcome["result"] == "wrong":
-                    with in_full():
-                        model = build(small, torch.float64, trust_remote_code=trust)
-                        outcome["first"] = first_difference(model, ctx, options, data[name], block)
         cases += [{"sp": degree, "sample": name, **outcome} for name, outcome in outcomes.items()]
         if any(outcome["result"] not in ("exact", "wrong") for outcome in outcomes.values()):
             break
     return {**made, "cases": cases}
-
-
-def _case(ctx: Any, options: Any, data: Any, block: int | None, model: Any) -> Outcome:
-    return compare(model, ctx, options, data, lambda m: plain(m, data), block=block)
