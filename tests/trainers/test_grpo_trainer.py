@@ -17,19 +17,21 @@ LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 EVALUATED = {"evaluate": True, "eval_strategy": "steps", "eval_steps": 2}
 MASKED = {"mask_truncated_completions": True, "top_entropy_quantile": 0.4, "max_completion_length": 5}
 CLIPPED = {"num_iterations": 2, "epsilon": 0.05, "delta": 1.1, "off_policy_mask_threshold": 0.01}
+TWO = {"max_steps": 2}
+"""In which a step follows another one: on new completions, or on the same ones where each is used twice."""
 CASES = {
     "a reference model": ("ddp", {"reference": True, "beta": 0.2, "num_iterations": 2, **EVALUATED}),
-    "LoRA": ("ddp", {"lora": True, "beta": 0.2, "temperature": 0.7}),
-    "truncated completions and low entropies are masked": ("ddp", {**MASKED, "num_iterations": 2}),
-    "RLOO": ("ddp", {"trainer": "RLOO", "reference": True, "beta": 0.2, **EVALUATED}),
-    "ratios of sequences": ("ddp", {"importance_sampling_level": "sequence", "loss_type": "grpo", **CLIPPED}),
-    "tokens of an environment": ("ddp", {"rollout": turns, "top_entropy_quantile": 0.6}),
+    "LoRA": ("ddp", {"lora": True, "beta": 0.2, "temperature": 0.7, **TWO}),
+    "truncated completions and low entropies are masked": ("ddp", {**MASKED, "num_iterations": 2, **TWO}),
+    "RLOO": ("ddp", {"trainer": "RLOO", "reference": True, "beta": 0.2, **EVALUATED, **TWO}),
+    "ratios of sequences": ("ddp", {"importance_sampling_level": "sequence", "loss_type": "grpo", **CLIPPED, **TWO}),
+    "tokens of an environment": ("ddp", {"rollout": turns, "top_entropy_quantile": 0.6, **TWO}),
     "several steps of one generation": ("ddp", {"steps_per_generation": 4, "scale_rewards": "batch"}),
     "a reference that follows": (
         "ddp", {"reference": True, "beta": 0.2, "sync_ref_model": True, "ref_model_sync_steps": 2},
     ),
-    "ZeRO-2, LoRA": ("zero2", {"lora": True, "beta": 0.2}),
-    "ZeRO-3": ("zero3", {"reference": True, "beta": 0.2}),
+    "ZeRO-2, LoRA": ("zero2", {"lora": True, "beta": 0.2, **TWO}),
+    "ZeRO-3": ("zero3", {"reference": True, "beta": 0.2, **TWO}),
     "FSDP2": ("fsdp2", {"num_iterations": 2}),
 }  # fmt: skip
 AS_TREES = (
@@ -44,45 +46,35 @@ LOGGED = {"reward", "reward_std", "rewards/kinds/mean", "entropy", "completions/
 @pytest.mark.parametrize("loss", LOSSES)
 def test_two_ranks_train_as_one_process(ranks2, loss):
     """Steps of two micro-batches of four completions of unequal lengths, each of which is used twice: all that is
-    logged, and the weights."""
-    _, found = as_one_process(ranks2, {**PROMPTS, "loss_type": loss, "num_iterations": 2}, near_zero=CANCEL)
-    assert found >= LOGGED
+    logged, and the weights. And as trees, of which what completions of a prompt share is computed once, in blocks of 8
+    tokens."""
+    settings = {**PROMPTS, "loss_type": loss, "num_iterations": 2, **TWO}
+    for trees in (None, 8):
+        _, found = as_one_process(ranks2, settings, near_zero=CANCEL, trees=trees)
+        assert found >= LOGGED
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_what_a_trainer_can_do_besides(ranks2, case, tmp_path):
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """The folder of a reference model: one, so that a plain run is known to all tests that compare with it."""
+    policy().save_pretrained(folder := tmp_path_factory.mktemp("reference"))
+    return str(folder)
+
+
+@pytest.mark.parametrize("case, trees", [*((case, None) for case in CASES), *((case, 4) for case in AS_TREES)])
+def test_what_a_trainer_can_do_besides(ranks2, reference, case, trees):
     engine, settings = CASES[case]
     if settings.get("reference"):
-        policy().save_pretrained(tmp_path)
-        settings = {**settings, "reference": str(tmp_path)}
-    chunks = {"options": {"chunk": 3}} if case == "LoRA" else {}
-    _, found = as_one_process(ranks2, {**PROMPTS, **settings}, engine, near_zero=CANCEL, **chunks)
-    assert found >= LOGGED
-    assert ("kl" in found) == ("beta" in settings)
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_completions_as_trees_train_as_one_process(ranks2, loss):
-    """What completions of a prompt share is computed once, in blocks of 4 tokens, and all that is logged is as
-    without."""
-    as_one_process(ranks2, {**PROMPTS, "loss_type": loss, "num_iterations": 2}, near_zero=CANCEL, trees=4)
-
-
-@pytest.mark.parametrize("case", AS_TREES)
-def test_what_a_trainer_can_do_besides_with_trees(ranks2, case, tmp_path):
-    engine, settings = CASES[case]
-    if settings.get("reference"):
-        policy().save_pretrained(tmp_path)
-        settings = {**settings, "reference": str(tmp_path)}
-    _, found = as_one_process(ranks2, {**PROMPTS, **settings}, engine, near_zero=CANCEL, trees=4)
+        settings = {**settings, "reference": reference}
+    chunks = {"options": {"chunk": 3}} if case == "LoRA" and not trees else {}
+    _, found = as_one_process(ranks2, {**PROMPTS, **settings}, engine, near_zero=CANCEL, trees=trees, **chunks)
     assert found >= LOGGED
     assert ("kl" in found) == ("beta" in settings)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trees", [None, 4])
-def test_twenty_steps(ranks2, trees):
-    as_one_process(ranks2, {**PROMPTS, "max_steps": 20, "num_iterations": 2}, near_zero=CANCEL, trees=trees)
+def test_twenty_steps(ranks2):
+    as_one_process(ranks2, {**PROMPTS, "max_steps": 20, "num_iterations": 2}, near_zero=CANCEL)
 
 
 @pytest.mark.parametrize("trees", [None, 4])

@@ -126,7 +126,8 @@ LABELLED = [s for s in samples(43) if max(s["labels"]) >= 0]
 def test_a_loss_of_the_users_own(ranks2, engine, loss, more):
     """A `compute_loss` that calls the model trains and evaluates as it does in the plain Trainer: samples of unequal
     lengths and numbers of labels, three micro-batches in a step."""
-    settings = {"data": LABELLED, "loss": loss, "gradient_accumulation_steps": 3, **EVALUATED, **more}
+    steps = {"max_steps": 4, **EVALUATED, "eval_steps": 2, "gradient_accumulation_steps": 3}
+    settings = {"data": LABELLED, "loss": loss, **steps, **more}
     as_one_process(ranks2, settings, engine)
 
 
@@ -152,19 +153,23 @@ def test_bf16(ranks2, engine):
         assert found["grad_norm"] < 2e-2, found
 
 
+FEW = {"max_steps": 2, "gradient_accumulation_steps": 1}
+"""Each of the two has another length, with which much is compiled again."""
+
+
 def compiled(rank, world, engine):
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
     counters.clear()
-    run = train(rank, world, "ours", engine, torch_compile=True, torch_compile_backend="eager", max_steps=2)
+    run = train(rank, world, "ours", engine, torch_compile=True, torch_compile_backend="eager", **FEW)
     return run, counters["stats"]["calls_captured"]
 
 
 @pytest.mark.parametrize("engine", ["ddp", "zero3", "fsdp2"])
 def test_torch_compile(ranks2, engine):
     for got, captured in ranks2(compiled, engine):
-        check_runs([got], plain({"max_steps": 2}))
+        check_runs([got], plain(FEW))
         assert captured > 0
 
 
