@@ -22,7 +22,7 @@ from alstlib.trees.trie import trajectory_of, tree_of
 HOST = {"offload": "sync", "on_host": "hidden+kv"}
 
 
-def grown(seed, depth, most=9):
+def grown(seed, depth, most):
     """Paths of a random tree: at each branch up to three children, of up to `most` tokens."""
     dice = random.Random(seed)
 
@@ -43,7 +43,7 @@ TREES = {
     "a star": [[*tokens(13, 0), 4 + i, *tokens(3 + 2 * i, 40 + i)] for i in range(4)],
     "one token shared": [[5, *tokens(9, i)] for i in (10, 30, 50)],
     "nothing shared": [tokens(6, 0), tokens(9, 100)],
-    "depth 5": grown(1, 4)[:9],
+    "depth 5": grown(0, 4, 4)[:6],
 }
 
 
@@ -242,8 +242,8 @@ def peak(paths, train=True, **options):
 
 @pytest.mark.parametrize("options", [{}, HOST], ids=str)
 def test_memory_is_that_of_one_path(options):
-    """Of six paths, of which each has six blocks of its own, which the other five do not see."""
-    paths = [[*tokens(8, 0), 4 + i, *tokens(47, 200 + 60 * i)] for i in range(6)]
+    """Of four paths, of which each has four blocks of its own, which the other three do not see."""
+    paths = [[*tokens(8, 0), 4 + i, *tokens(31, 200 + 60 * i)] for i in range(4)]
     for tree, path in zip(peak(paths, **options), peak(paths[:1], **options)):
         assert tree <= 1.1 * path
 
