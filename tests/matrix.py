@@ -12,12 +12,14 @@ import contextlib
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+import yaml
 import zoo
 from cases import plain_run, sample_of, small_pages, worst_error
 from operators import nan_memory
@@ -98,52 +100,9 @@ RECORDED = GraniteMoeHybridPreTrainedModel._can_record_outputs or {}
 ROUTED = [name for name in WITH_ROUTERS if "granitemoehybrid" not in name or "router_logits" in RECORDED]
 """Models whose router's loss plain transformers has: of this one only the newer versions."""
 LONGEST = ["llama, LongRoPE", "llama, dynamic NTK"]
-DATA = {
-    "whole": [[[33]], [[32]]],
-    "packed": [[[3, 17, 1, 12]], [[1, 1, 30]]],
-    "rows": [[[31], [31]], [[7], [7], [7]]],
-    "packed rows": [[[20, 11], [3, 28]], [[33]]],
-    "lengths": [[[40]], [[9]], [[17]], [[64]]],
-    "few": [[[5]], [[1]], [[2], [2]], [[3]]],
-}
-"""The documents of each row of each micro-batch; they are taken in turn by replicas and micro-batches."""
-WEIGHTS = {
-    "all": [], "tied": [], "frozen body": ["layers", ".h."], "frozen embeddings": ["embed", "wte"],
-    "frozen MLPs": ["mlp", "feed_forward", "experts"], "MLPs alone": ["attn", "attention", "norm", "embed", "head"],
-}  # fmt: skip
-"""Parts of the names of weights that do not train."""
-MORE_WEIGHTS = {"head alone": ["model."], "frozen MLPs and norms": ["mlp", "input_layernorm"]}
-"""That the net does not draw."""
-HOST = {"offload": True, "on_host": "hidden+kv"}
-WAYS = {
-    "plain": {"checkpoint": False},
-    "layers": {},
-    "kept": {"offload": True, "save_attention": True},
-    "chunks": {"chunk": 5},
-    "chunks, kept": {"offload": "sync", "save_attention": True, "chunk": 5, "on_host": "none"},
-    "hidden": {"offload": True, "save_attention": True, "chunk": 5, "on_host": "hidden"},
-    "host": {"chunk": 5, **HOST},
-    "blocks": {"block": 5},
-    "blocks, host": {"block": 4, **HOST, "save_attention": True},
-    "blocks, plain": {"block": 5, "checkpoint": False},
-}
-"""Options, and the length of a block."""
-TILES = {
-    "small": {"tiles": {"mlp": 5, "loss": 7, "norm": 6}},
-    "default": {},
-    "off": {"tiles": False},
-}
-AXES = {
-    "model": [*ALL_MODELS],
-    "ranks": ["2x1", "1x1", "3x1", "1x2", "2x2", "4x1"],
-    "data": [*DATA],
-    "weights": [*WEIGHTS],
-    "way": [*WAYS],
-    "tiles": [*TILES],
-    "states": ["pass", "heads"],
-    "engine": ["average", "ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3"],
-    "device": ["cpu", "late"],
-}
+TABLE = yaml.safe_load(Path(__file__).with_name("matrix.yaml").read_text())
+DATA, WEIGHTS, MORE_WEIGHTS, WAYS, TILES = (TABLE[name] for name in ("data", "weights", "more_weights", "way", "tiles"))
+AXES = {one.name: [*TABLE.get(one.name, ALL_MODELS)] for one in fields(Case)}
 
 
 def why_not(case):

@@ -3,53 +3,22 @@
 import copy
 import functools
 import json
+from pathlib import Path
 
 import torch
 import transformers
+import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
-from zoo import VOCAB
+from zoo import trainable
 
 IMAGE, VIDEO = 90, 91
-TEXT = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 0,
-        "eos_token_id": 1, "pad_token_id": 2, "head_dim": 8, "tie_word_embeddings": False}  # fmt: skip
-TOWER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-TILES = {"image_size": 8, "patch_size": 2, "num_channels": 3}
-PATCHES = {"depth": 2, "num_heads": 2, "patch_size": 2, "temporal_patch_size": 2, "spatial_merge_size": 2,
-           "in_channels": 3}  # fmt: skip
-MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
-LLAMA, MISTRAL = ({**TEXT, "model_type": name} for name in ("llama", "mistral"))
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-QWEN3 = {**PATCHES, "hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32, "num_position_embeddings": 16}
-GLM_TEXT = {**TEXT, "rope_parameters": {**MROPE["rope_parameters"], "partial_rotary_factor": 1.0}}
-GLM = {**PATCHES, "hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32, "image_size": 8}
-MODELS = {
-    "llava": (LLAMA, {**TOWER, **TILES, "model_type": "clip_vision_model", "projection_dim": 16},
-              {"vision_feature_layer": -2, "vision_feature_select_strategy": "default"}),
-    "llava of pixtral": (MISTRAL, {**TOWER, "model_type": "pixtral", "image_size": 16, "patch_size": 2, "head_dim": 8},
-                         {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}),
-    "internvl": ({**TEXT, "model_type": "qwen2"}, {**TOWER, **TILES, "model_type": "internvl_vision"}, {}),
-    "idefics3": (LLAMA, {**TOWER, **TILES, "model_type": "idefics3_vision"}, {"scale_factor": 2}),
-    "smolvlm": (LLAMA, {**TOWER, **TILES, "model_type": "smolvlm_vision"}, {"scale_factor": 2}),
-    "mistral3": (MISTRAL, {**TOWER, "model_type": "pixtral", "image_size": 16, "patch_size": 2, "head_dim": 8}, {}),
-    "qwen2_vl": ({**TEXT, **MROPE}, {**PATCHES, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}, {}),
-    "qwen2_5_vl": ({**TEXT, **MROPE}, {**PATCHES, "hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32,
-                                       "window_size": 8, "fullatt_block_indexes": [1]}, {}),
-    "qwen3_vl": ({**TEXT, **MROPE}, {**QWEN3, "deepstack_visual_indexes": [0, 1]}, {}),
-    "qwen3_vl_moe": ({**TEXT, **MROPE, **EXPERTS}, {**QWEN3, "deepstack_visual_indexes": [0, 1]}, {}),
-    "qwen3_5": ({**TEXT, **MROPE, "layer_types": ["linear_attention", "full_attention", "full_attention"],
-                 "linear_key_head_dim": 8, "linear_value_head_dim": 6, "linear_num_key_heads": 2,
-                 "linear_num_value_heads": 4}, QWEN3, {}),
-    "glm4v": (GLM_TEXT, GLM, {}),
-    "glm4v_moe": ({**GLM_TEXT, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-                   "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}, GLM, {}),
-}  # fmt: skip
-"""The fields of the text's config, of the tower's, and of the model's."""
+TABLE = yaml.safe_load(Path(__file__).with_name("pictures.yaml").read_text())
+MODELS, TEXT = TABLE["MODELS"], TABLE["shared"]["text"]
 VIDEOS = [name for name in MODELS if name.startswith("qwen")]
 GRIDS = [(1, 2, 4), (1, 4, 4), (1, 2, 2), (1, 6, 2), (1, 4, 6), (1, 2, 6)]
 """Sizes of images in turn: frames, and patches of each side."""
@@ -62,14 +31,15 @@ def small_vlm(name, dtype=torch.float32, **more):
         text_config=text, vision_config=tower, image_token_id=IMAGE, video_token_id=VIDEO, image_token_index=IMAGE,
         tie_word_embeddings=False, **own, **more,
     )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.AutoModelForImageTextToText.from_config(made, attn_implementation="eager").to(dtype)
+    return trainable_vlm(made, dtype)
+
+
+def trainable_vlm(config, dtype):
+    """A model of such a config whose every gradient counts (`zoo.trainable`)."""
+    model = trainable(config, dtype, auto=transformers.AutoModelForImageTextToText, attn_implementation="eager")
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
-    with torch.no_grad():
-        for n, p in model.named_parameters():
-            p.uniform_(-3.0, 0.5) if n.endswith("A_log") else p.add_(torch.randn_like(p) * 0.1)
-    return model.train()
+    return model
 
 
 def small_gemma():

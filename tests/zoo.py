@@ -20,10 +20,10 @@ MODELS, MORE, HYBRIDS, MORE_HYBRIDS, APART = (
 and of those that the net does not draw."""
 
 
-def trainable(config, dtype, seed=0, **how):
+def trainable(config, dtype, seed=0, auto=transformers.AutoModelForCausalLM, **how):
     """A model whose every gradient counts (transformers' initial weights are near zero), and whose states last."""
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, **how).to(dtype)
+    model = auto.from_config(config, **how).to(dtype)
     with torch.no_grad():
         for n, p in model.named_parameters():
             p.uniform_(-3.0, 0.5) if n.endswith("A_log") else p.add_(torch.randn_like(p) * 0.1)

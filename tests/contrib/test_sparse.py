@@ -6,6 +6,7 @@ from dataclasses import replace
 import cases
 import pytest
 import torch
+import yaml
 import zoo
 from cases import batch, check_step, gradients, make_model, same, small_pages, step
 from operators import counted, error_of
@@ -82,15 +83,15 @@ def watched(monkeypatch):
     return made
 
 
-CASES = {
-    "grouped heads": ("llama", {}),
-    "9 heads on 3": ("llama, 9 heads on 3", {}),
-    "documents": ("llama", {"documents": [2, 8, 32, 3]}),
-    "batch": ("llama", {"rows": 2}),
-    "MLA": ("deepseek_v3", {}),
-    "sinks, windows": ("gpt_oss", {}),
-    "soft caps, windows": ("gemma2", {"documents": [2, 8, 32, 3]}),
-}
+CASES = yaml.safe_load("""
+grouped heads: [llama, {}]
+9 heads on 3: ['llama, 9 heads on 3', {}]
+documents: [llama, {documents: [2, 8, 32, 3]}]
+batch: [llama, {rows: 2}]
+MLA: [deepseek_v3, {}]
+sinks, windows: [gpt_oss, {}]
+soft caps, windows: [gemma2, {documents: [2, 8, 32, 3]}]
+""")
 
 
 @pytest.mark.parametrize("name, kind", CASES.values(), ids=CASES)

@@ -4,6 +4,7 @@ import matrix
 import pytest
 import torch
 import transformers
+import yaml
 from cases import attach, batch, check_attached, check_refused, sample_of
 from operators import largest
 from zoo import ZOO, build
@@ -13,14 +14,14 @@ from alstlib.base.sizing import TILE_BYTES
 from alstlib.hf.indexed import select
 from alstlib.ulysses.alltoall import Exchange
 
-CASES = [
-    ("deepseek_v32", "3x1", "average", "packed rows", ["layers", "kept"]),
-    ("deepseek_v32", "2x1", "zero3", "whole", ["kept"]),
-    ("glm_moe_dsa", "2x1", "average", "packed", ["kept", "plain"]),
-    ("axk2", "3x1", "average", "whole", ["layers"]),
-    ("hy_v4", "3x1", "average", "packed", ["kept"]),
-    ("dots3_note", "2x1", "average", "packed", ["layers"]),
-]
+CASES = yaml.safe_load("""
+- [deepseek_v32, 3x1, average, packed rows, [layers, kept]]
+- [deepseek_v32, 2x1, zero3, whole, [kept]]
+- [glm_moe_dsa, 2x1, average, packed, [kept, plain]]
+- [axk2, 3x1, average, whole, [layers]]
+- [hy_v4, 3x1, average, packed, [kept]]
+- [dots3_note, 2x1, average, packed, [layers]]
+""")
 """The model, ranks, engine, data, ways. hy_v4 has sinks; a layer of glm_moe_dsa takes what the one before selected."""
 
 

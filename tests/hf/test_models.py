@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from cases import check_refused, make_model, same
 from cases import config as case_config
 from transformers import AutoModelForCausalLM
@@ -130,14 +131,20 @@ def test_an_mfu_is_a_share_of_the_peak_of_a_gpu_that_is_known(monkeypatch):
         assert mfu(1e12, torch.device("cuda")) == (share and pytest.approx(share))
 
 
-LIGER = [
-    # asked for, tiles, a GPU, the architecture that an installed package knows, and whether they are put in
-    ("auto", True, True, None, False), (False, True, True, None, False), ("auto", True, True, "qwen2", False),
-    ("auto", True, False, "llama", False), ("auto", True, True, "llama", True), (True, True, True, "llama", True),
-    ("auto", False, True, "llama", False), (True, False, True, "llama", True),  # the paper's baseline has none
-    (True, True, True, None, "refused"), (True, True, False, "llama", "refused"),
-    (True, True, True, "qwen2", "refused"),
-]  # fmt: skip
+LIGER = yaml.safe_load("""
+# asked for, tiles, a GPU, the architecture that an installed package knows, and whether they are put in
+- [auto, true, true, null, false]
+- [false, true, true, null, false]
+- [auto, true, true, qwen2, false]
+- [auto, true, false, llama, false]
+- [auto, true, true, llama, true]
+- [true, true, true, llama, true]
+- [auto, false, true, llama, false]
+- [true, false, true, llama, true]  # the paper's baseline has none
+- [true, true, true, null, refused]
+- [true, true, false, llama, refused]
+- [true, true, true, qwen2, refused]
+""")
 
 
 @pytest.mark.parametrize("asked, tiles, gpu, knows, outcome", LIGER, ids=str)

@@ -8,6 +8,7 @@ from typing import get_args
 
 import pytest
 import torch
+import yaml
 from cases import check_refused, lines_of
 from operators import EXACT, attend, error_of, exchanged, leaf, randn, worst
 from torch import Tensor
@@ -26,19 +27,19 @@ pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
 
 ON_CPU = ["cpu", "eager"]
 # B, H, K, S, D, documents
-SHAPES = {
-    "one token": (1, 2, 1, 1, 8, None),
-    "mha, odd": (1, 3, 3, 37, 8, None),
-    "gqa, odd": (1, 4, 2, 37, 8, None),
-    "mqa, odd": (1, 4, 1, 37, 8, None),
-    "batch 2": (2, 4, 2, 13, 8, None),
-    "more than a block": (1, 2, 1, 531, 8, None),
-    "one-token documents": (1, 4, 2, 37, 8, [0, 1, 6, 7, 20, 36, 37]),
-    "documents of batch 2": (2, 4, 2, 13, 8, [0, 4, 12, 13, 14, 20, 26]),
-    "documents at row starts": (2, 4, 2, 13, 8, [0, 13, 26]),
-    "document over a row's end": (2, 4, 1, 13, 8, [0, 10, 16, 26]),
-    "empty documents": (1, 2, 2, 13, 8, [0, 0, 5, 5, 13]),
-}
+SHAPES = yaml.safe_load("""
+one token: [1, 2, 1, 1, 8, null]
+mha, odd: [1, 3, 3, 37, 8, null]
+gqa, odd: [1, 4, 2, 37, 8, null]
+mqa, odd: [1, 4, 1, 37, 8, null]
+batch 2: [2, 4, 2, 13, 8, null]
+more than a block: [1, 2, 1, 531, 8, null]
+one-token documents: [1, 4, 2, 37, 8, [0, 1, 6, 7, 20, 36, 37]]
+documents of batch 2: [2, 4, 2, 13, 8, [0, 4, 12, 13, 14, 20, 26]]
+documents at row starts: [2, 4, 2, 13, 8, [0, 13, 26]]
+document over a row's end: [2, 4, 1, 13, 8, [0, 10, 16, 26]]
+empty documents: [1, 2, 2, 13, 8, [0, 0, 5, 5, 13]]
+""")
 
 
 def make(shape, dtype, buffer=False, width=None):

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+import yaml
 from test_kernels import SHAPES as ALL_SHAPES
 from test_kernels import check
 
@@ -14,18 +15,18 @@ pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
 
 SHAPES = {name: ALL_SHAPES[name] for name in ("gqa, odd", "batch 2", "more than a block", "one-token documents",
                                               "documents of batch 2", "document over a row's end")}  # fmt: skip
-VARIANTS = {
-    "window 1": {"window": 1, "sinks": True},  # without a sink its scores have no gradient
-    "window 5": {"window": 5},
-    "window 12": {"window": 12},
-    "window, whole": {"window": 37},
-    "sinks": {"sinks": True},
-    "wide values": {"width": 12},
-    "narrow values": {"width": 4},
-    "softcap": {"softcap": 2.0},
-    "all but softcap": {"window": 5, "sinks": True, "width": 4},
-    "all": {"window": 5, "sinks": True, "width": 4, "softcap": 2.0},
-}
+VARIANTS = yaml.safe_load("""
+window 1: {window: 1, sinks: true}  # without a sink its scores have no gradient
+window 5: {window: 5}
+window 12: {window: 12}
+window, whole: {window: 37}
+sinks: {sinks: true}
+wide values: {width: 12}
+narrow values: {width: 4}
+softcap: {softcap: 2.0}
+all but softcap: {window: 5, sinks: true, width: 4}
+all: {window: 5, sinks: true, width: 4, softcap: 2.0}
+""")
 ON_CPU = ["cpu", "blockwise", "eager"]
 
 

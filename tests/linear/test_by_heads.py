@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+import yaml
 from cases import on_ranks
 from test_pass_state import KEYS, RULES, VALUES, gated, gated_inputs, on_rank
 
@@ -16,14 +17,16 @@ from alstlib.planner import state_ways
 from alstlib.planner.gpus import rates_of
 
 WAYS = (pass_state, by_heads)
-SHARED = [(2, "gated delta rule", 6, 2), (3, "gated delta rule", 6, 1), (4, "gated delta rule", 4, 2),
-          (3, "Kimi delta attention", 3, 3), (2, "Mamba-2", 4, 1), (3, "Mamba-2", 6, 3), (4, "Mamba-2", 8, 2),
-          (2, "lightning attention", 4, 4)]  # fmt: skip
+SHARED = yaml.safe_load("""
+[[2, gated delta rule, 6, 2], [3, gated delta rule, 6, 1], [4, gated delta rule, 4, 2], [3, Kimi delta attention, 3, 3],
+ [2, Mamba-2, 4, 1], [3, Mamba-2, 6, 3], [4, Mamba-2, 8, 2], [2, lightning attention, 4, 4]]
+""")
 """Ranks, and heads and groups that are dealt out evenly among them; or groups are shared."""
-LENGTHS = {
-    "whole": (2, 12, None), "packed": (1, 24, (0, 2, 6, 7, 12, 23, 24)),
-    "rows of their own": (2, 12, (0, 1, 12, 13, 24)),
-}  # fmt: skip
+LENGTHS = yaml.safe_load("""
+whole: [2, 12, null]
+packed: [1, 24, [0, 2, 6, 7, 12, 23, 24]]
+rows of their own: [2, 12, [0, 1, 12, 13, 24]]
+""")
 """Samples, tokens of each, and offsets of documents."""
 
 

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from cases import on_ranks
 from operators import gradients, leaf, nan_memory, randn, worst
 from torch import nn
@@ -23,17 +24,16 @@ from alstlib.ulysses.alltoall import Exchange
 KEYS, VALUES = 3, 4
 TOLERANCE = 1e-11
 
-CASES = {
-    "whole": (2, 18, None),
-    "documents inside, at and across the cuts": (1, 18, (0, 2, 6, 7, 17, 18)),
-    "a document for each rank": (1, 18, (0, 6, 9, 12, 18)),
-    "other documents in each row": (2, 12, (0, 1, 9, 12, 13, 17, 24)),
-    "slices shorter than the convolution": (1, 6, (0, 1, 6)),
-    "slices of one or two tokens, whole": (2, 6, None),
-    "documents of four and five tokens, side by side": (
-        2, 42, (0, 4, 9, 13, 16, 21, 25, 27, 30, 34, 39, 41, 42, 47, 52, 56, 60, 65, 70, 74, 78, 83, 84),
-    ),
-}  # fmt: skip
+CASES = yaml.safe_load("""
+whole: [2, 18, null]
+documents inside, at and across the cuts: [1, 18, [0, 2, 6, 7, 17, 18]]
+a document for each rank: [1, 18, [0, 6, 9, 12, 18]]
+other documents in each row: [2, 12, [0, 1, 9, 12, 13, 17, 24]]
+slices shorter than the convolution: [1, 6, [0, 1, 6]]
+slices of one or two tokens, whole: [2, 6, null]
+documents of four and five tokens, side by side: [2, 42, [0, 4, 9, 13, 16, 21, 25, 27, 30, 34, 39, 41, 42, 47, 52,
+  56, 60, 65, 70, 74, 78, 83, 84]]
+""")
 """Samples, tokens of each, and offsets of documents."""
 
 
@@ -179,11 +179,11 @@ def on_rank(
     return bytes_sent
 
 
-CHUNKED = {
-    "whole": (2, 24, None),
-    "packed": (1, 24, (0, 2, 6, 7, 17, 24)),
-    "rows of their own": (2, 24, (0, 1, 24, 30, 47, 48)),
-}
+CHUNKED = yaml.safe_load("""
+whole: [2, 24, null]
+packed: [1, 24, [0, 2, 6, 7, 17, 24]]
+rows of their own: [2, 24, [0, 1, 24, 30, 47, 48]]
+""")
 IN_CHUNKS = {
     **{name: (case, None) for name, case in CASES.items()},
     **{f"{name}-{chunk}": (case, chunk) for name, case in CHUNKED.items() for chunk in (2, 4)},

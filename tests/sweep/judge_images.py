@@ -10,6 +10,7 @@ import pictures
 import small_vlm
 import torch
 import torch.distributed as dist
+import yaml
 
 import alstlib
 from alstlib.data.shard import shard_batch
@@ -19,10 +20,12 @@ from alstlib.planner.measure import verify
 EXACT = {torch.float32: (1e-6, 1e-4), torch.float64: (1e-9, 1e-9)}
 """Largest relative error of the loss and of a gradient."""
 WAYS = {"default": ({}, None), "chunks": ({"chunk": 4, "tiles": {"mlp": 5, "loss": 7}}, None), "blocks": ({}, 5)}
-DATA = {
-    "text": [[19]], "packed text": [[5], [1], [13]], "images": [[3, "image", 4, "image", 5]],
-    "packed images": [[4, "image", 3], [6], [2, "image", 5, "image", 1]],
-}  # fmt: skip
+DATA = yaml.safe_load("""
+text: [[19]]
+packed text: [[5], [1], [13]]
+images: [[3, image, 4, image, 5]]
+packed images: [[4, image, 3], [6], [2, image, 5, image, 1]]
+""")
 CASES = [f"{data}, {how}" for data in DATA for how in WAYS if how == "default" or data == "packed images"]
 WHERE = re.compile(": known are|; leave")
 """What a refusal goes on with after its reason, which is longer with each type that is known."""

@@ -2,10 +2,13 @@
 images have (`pictures.MODELS`) where a type is among them, else the type's own config, shrunk as `small` does. What a
 type needs besides is in `ALSO`."""
 
+from pathlib import Path
+
 import pictures
 import small
 import torch
 import transformers
+import yaml
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from alstlib.planner.measure.small import first_of_each, kinds_in_lists, named, shrunk
@@ -20,20 +23,9 @@ SIZES = {
     **named(48, "alignment_intermediate_size projector_hidden_size"),
     **named(32, "max_image_size base_channels embed_dim output_channels neck_hidden_channels"),
 }  # fmt: skip
-MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
-GLM = {"text_config": {"rope_parameters": {**MROPE["rope_parameters"], "partial_rotary_factor": 1.0}}}
 ALSO = {
-    **dict.fromkeys(("glm46v", "glmga", "glm_ocr"), GLM),
-    "paddleocr_vl": {"text_config": MROPE}, "qwen2_5_omni_thinker": {"text_config": MROPE},
-    "ernie4_5_vl_moe": {"text_config": {"moe_intermediate_size": [24, 24]}},
-    "chameleon": {"vocabulary_map": {"<image>": pictures.IMAGE, "IMGIMGAZ": 95}},
-    "cohere_compass": {"text_config": small.ALSO["cohere_compass_text"]},
-    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"]}},
-    "emu3": {"vocabulary_map": {"<image>": pictures.IMAGE, "<|extra_200|>": 94}},
-    "llama4": {"vision_config": {"intermediate_size": 128, "vision_output_dim": 32, "projector_input_dim": 32,
-                                 "projector_output_dim": 32}},
-    "qwen4_exp": small.ALSO["qwen4_exp"],
-    "vipllava": {"vision_feature_layers": [-1, -2]}, "inkling2": {"vision_config": {"text_hidden_size": 32}},
+    **yaml.safe_load(Path(__file__).with_name("also_images.yaml").read_text()),
+    "cohere_compass": {"text_config": small.ALSO["cohere_compass_text"]}, "qwen4_exp": small.ALSO["qwen4_exp"],
 }  # fmt: skip
 """What a type needs besides: further fields, or those of a config inside its own."""
 
@@ -47,12 +39,4 @@ def small_config(kind):
 def small_model(kind, dtype=torch.float32):
     if kind in pictures.MODELS:
         return pictures.small_vlm(kind, dtype)
-    torch.manual_seed(0)
-    model = transformers.AutoModelForImageTextToText.from_config(small_config(kind), attn_implementation="eager")
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")
-    model = model.to(dtype)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.uniform_(-3.0, 0.5) if name.endswith("A_log") else p.add_(torch.randn_like(p) * 0.1)
-    return model.train()
+    return pictures.trainable_vlm(small_config(kind), dtype)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import yaml
 
 import alstlib
 from alstlib.kernels.spans import Offsets
@@ -10,18 +11,9 @@ from alstlib.ulysses.attention import UlyssesAttention
 from alstlib.ulysses.head_layouts import WholeHeads
 from alstlib.ulysses.head_split import Plan, Sample, balance, parts_of
 
-LAYOUTS = [
-    (9, 3, 8),
-    (40, 8, 16),
-    (8, 2, 16),
-    (7, 1, 4),
-    (28, 4, 8),
-    (14, 2, 4),
-    (7, 7, 4),
-    (25, 5, 8),
-    (6, 3, 2),
-    (3, 1, 5),
-]
+LAYOUTS = yaml.safe_load("""
+[[9, 3, 8], [40, 8, 16], [8, 2, 16], [7, 1, 4], [28, 4, 8], [14, 2, 4], [7, 7, 4], [25, 5, 8], [6, 3, 2], [3, 1, 5]]
+""")
 DOCUMENTS = {
     "one": None,
     "uneven": [0, 1, 5, 700, 701, 3000, 4096],
