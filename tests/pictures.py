@@ -25,7 +25,7 @@ GRIDS = [(1, 2, 4), (1, 4, 4), (1, 2, 2), (1, 6, 2), (1, 4, 6), (1, 2, 6)]
 
 
 def small_vlm(name, dtype=torch.float32, **more):
-    text, tower, own = MODELS[name]
+    text, tower, own = copy.deepcopy(MODELS[name])  # a config changes what it is given
     kind = name.partition(" ")[0]
     made = transformers.CONFIG_MAPPING[kind](
         text_config=text, vision_config=tower, image_token_id=IMAGE, video_token_id=VIDEO, image_token_index=IMAGE,

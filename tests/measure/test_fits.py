@@ -77,7 +77,7 @@ def test_layers_of_several_kinds_are_those_of_the_whole_model(tmp_path):
     name = folder(tmp_path, "glm4_moe", 5, first_k_dense_replace=2)
     for fields in ({"offload": False}, {"checkpoint": False, "offload": False}, {}):
         run = run_of(name, **fields).replace(data={"seq_len": 2 * 320})
-        few, whole = Deep(run, 2).at(2 * 320)[0], simulate.simulate(run, 2)
+        few, whole = Deep(run, 2).at(2 * 320), simulate.simulate(run, 2)
         for what in ("device_peak", "host_peak", "wire_bytes", "categories"):
             assert getattr(few, what) == getattr(whole, what), what
 
@@ -89,7 +89,7 @@ def test_a_config_may_name_more_kinds_than_there_are_layers():
     whole, deep = simulate.simulate(run.replace(data={"seq_len": 500}), 1), Deep(run, 1)
     assert len(deep.model.config.layer_types) > len(deep.layers) > len(deep.chosen)
     gc.freeze()
-    assert deep.at(500)[0].device_peak == whole.device_peak
+    assert deep.at(500).device_peak == whole.device_peak
     assert gc.get_freeze_count() > 1000, "a plan thaws what the program around it has frozen"
 
 

@@ -31,10 +31,11 @@ def refused():
 
 @pytest.mark.parametrize("calls", [1, 3, 8])
 def test_results_in_order_from_as_many_processes_as_there_are_cores(calls):
+    before = multiprocessing.active_children()
     made = side_by_side("calls", [partial(where, n) for n in range(calls)])
     assert [n for n, _ in made] == [*range(calls)]
     assert len({pid for _, pid in made}) == min(calls, 3)
-    assert not multiprocessing.active_children()
+    assert {*multiprocessing.active_children()} <= {*before}
 
 
 def test_what_a_killed_fork_leaves_is_made_here():
@@ -43,11 +44,11 @@ def test_what_a_killed_fork_leaves_is_made_here():
 
 @pytest.mark.parametrize("at", [0, 1])
 def test_what_a_call_raises_is_raised(at):
-    calls = [partial(where, n) for n in range(4)]
+    calls, before = [partial(where, n) for n in range(4)], multiprocessing.active_children()
     calls[at] = refused
     with pytest.raises(ValueError, match="the model says no"):
         side_by_side("calls", calls)
-    assert not multiprocessing.active_children()
+    assert {*multiprocessing.active_children()} <= {*before}
 
 
 def test_nothing_is_forked_beside_a_gpu(monkeypatch):

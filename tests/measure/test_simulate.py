@@ -97,7 +97,7 @@ def test_rows_of_the_ablation_on_real_ranks(row, sp, pools):
 
 @pytest.mark.parametrize("options", [o for n, o in OPTIONS.items() if n != "some inputs"], ids=str)
 def test_few_layers_tell_of_many(options):
-    assert same(Deep(run_of(4, **options), 4, "cpu").at(512)[0], simulate(run_of(4, **options), 4, "cpu"))
+    assert same(Deep(run_of(4, **options), 4, "cpu").at(512), simulate(run_of(4, **options), 4, "cpu"))
 
 
 def test_the_peak_says_what_it_is_made_of():
@@ -133,5 +133,5 @@ def test_an_adapter_is_in_the_dtype_in_which_deepspeed_trains_it():
 def test_a_large_model_on_a_laptop():
     """One rank of 8 at 1M tokens: the checkpoints are 32 layers' inputs and attention outputs."""
     long = {"model.name": "llama-3.1-8b", "model.dtype": "bf16", "seq_len": 1_000_000}
-    found = Deep(run_of(32, offload=True, save_attention="auto", **long), 8).at(1_000_000)[0]
+    found = Deep(run_of(32, offload=True, save_attention="auto", **long), 8).at(1_000_000)
     assert found.host_peak == pytest.approx(32 * 125_000 * (2 * 4096 * 2 + 32 * 4), rel=1e-3)

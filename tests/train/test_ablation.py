@@ -157,6 +157,22 @@ def test_a_nan_loss_is_an_error(ranks2, own, tmp_path):
     assert "step 1 at 129 tokens: its loss is nan" in result["error"]["message"]
 
 
+@pytest.mark.slow
+def test_the_search_ends_at_the_budget(tmp_path):
+    budget = 7_500_000
+    run = run_config(
+        search={"granule": 64}, device_memory=budget, seq_len=512, tiles={"mlp": 64, "loss": 64, "norm": True}
+    )
+    m = launch(run, tmp_path, extra_env=OFFLINE)["metrics"]  # it may start processes anew
+    tried, found = {t["seq_len"]: t["device_peak_bytes"] for t in m["tried"]}, m["seq_len"]
+    assert found % 64 == 0
+    assert tried[found] <= budget < tried[found + 64]
+    assert max(m["device_peak_bytes"]) <= budget
+    assert max(m["device_peak_bytes"]) == pytest.approx(tried[found], rel=0.02)
+    assert len(m["loss"]) == 2
+    assert len(tried) <= 8
+
+
 @pytest.mark.usefixtures("nothing_starts")
 def test_a_run_that_cannot_fit_is_not_started(tmp_path):
     run = run_config(seq_len=40_000, device_memory="100MB", tiles={"mlp": True, "norm": True}, offload=False)
@@ -252,7 +268,7 @@ def test_any_rank_notes_the_length_of_a_search_at_which_memory_ran_out(tmp_path,
 # What a run continues from, in the tests' own pool
 
 
-def trained(rank, world, out, run, dies_after=0, seconds=0, job=AblationRun):
+def trained(rank, world, out, run, dies_after=0, seconds=0):
     """A run, ended after some step without a result, or with so many seconds left after its first; what it left."""
     place, original = Path(out), RunStates.after_step
 
@@ -270,7 +286,7 @@ def trained(rank, world, out, run, dies_after=0, seconds=0, job=AblationRun):
         contextlib.suppress(BaseException),
     ):  # fmt: skip
         os.environ["TORCHELASTIC_RUN_ID"] = f"{place.name}-{time.monotonic()}"
-        work(run, place, job)
+        work(run, place, AblationRun)
     torch.distributed.barrier()
     result = results.read_result(place / "result.json")
     torch.distributed.barrier()
@@ -292,25 +308,6 @@ def go(pool, out, *how, **changes):
 def whole(ranks2, tmp_path_factory):
     """The losses of the run that is not interrupted."""
     return go(ranks2, tmp_path_factory.mktemp("whole"))["metrics"]["loss"]
-
-
-@pytest.mark.slow
-def test_the_search_ends_at_the_budget(ranks2, tmp_path):
-    """Where memory runs out, a launcher starts other processes (test_launch.py), which know what was tried."""
-    budget = 7_500_000
-    run = run_config(
-        search={"granule": 64}, device_memory=budget, seq_len=512, tiles={"mlp": 64, "loss": 64, "norm": True}
-    )
-    while (result := ranks2(trained, str(tmp_path), run)[0])["status"] == "oom":
-        pass
-    m = result["metrics"]
-    tried, found = {t["seq_len"]: t["device_peak_bytes"] for t in m["tried"]}, m["seq_len"]
-    assert found % 64 == 0
-    assert tried[found] <= budget < tried[found + 64]
-    assert max(m["device_peak_bytes"]) <= budget
-    assert max(m["device_peak_bytes"]) == pytest.approx(tried[found], rel=0.02)
-    assert len(m["loss"]) == 2
-    assert len(tried) <= 8
 
 
 @pytest.mark.slow

@@ -217,7 +217,7 @@ def test_a_resume_with_another_degree(ranks2, tmp_path, sampling):
 DIFFERS = {
     "the data of rank 1 failed": {"data": [{"input_ids": [1, 2, -5], "labels": [1, 2, 3]}] * 9},
     "hold different batches": {"data": samples(9, seed=4)},
-    "seed differs": {"seed": 1},
+    "different values of seed": {"seed": 1},
 }
 
 

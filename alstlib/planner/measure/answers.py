@@ -75,7 +75,7 @@ def span(question: StepQuestion, tokens: int) -> dict[str, Any]:
     (`Deep.lengths`)."""
     deep = _deep_of(question)
     lengths, low, high = deep.lengths(tokens)
-    found = deep.at(*(tokens * deep.ranks for tokens in lengths))
+    found = deep.each(tokens * deep.ranks for tokens in lengths)
     first, then, further = found[0], found[-1], lengths[-1] - lengths[0]
 
     def line(here: float, there: float) -> tuple[float, float]:

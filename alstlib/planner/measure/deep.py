@@ -15,7 +15,7 @@ import os
 import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -138,7 +138,11 @@ class Deep:
         """A step of a shallow model."""
         return run_model(model, run, self.ranks, self.device, self.capability, tiles, self.images)
 
-    def at(self, *lengths: int) -> list[Simulated]:
+    def at(self, seq_len: int) -> Simulated:
+        """The whole model at this length."""
+        return self.each([seq_len])[0]
+
+    def each(self, lengths: Iterable[int]) -> list[Simulated]:
         """The whole model at each of these lengths."""
         first, *rest = self.chosen
         models = [self.chosen, *([first, i, *rest] for i in self.further.values())]

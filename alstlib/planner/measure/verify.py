@@ -165,7 +165,7 @@ def compare(
     if loss_error < exact[model.dtype][0] and not wrong and changed is None:
         return {"result": "exact", "reason": "", **made}
     nearest = f"gradient of {last_run(wrong, {name: i for i, name in enumerate(seen)})}" if wrong else "loss"
-    made["first"] = first_difference(model, ctx, data["input_ids"].shape[1], seen, expected)
+    made["first"] = first_difference(model, ctx, data["input_ids"].shape[1], seen, expected, exact[model.dtype][1])
     return {"result": "wrong", "reason": f"{changed} has changed" if changed else nearest, **made}
 
 
@@ -226,11 +226,11 @@ def of_first_pass(pieces: list[Tensor], count: int) -> Tensor | None:
 
 def first_difference(
     model: Any, ctx: alstlib.SPContext, length: int, seen: Mapping[str, list[Tensor]],
-    expected: Mapping[str, list[Tensor]],
+    expected: Mapping[str, list[Tensor]], off: float,
 ) -> Outcome:  # fmt: skip
     """The first module whose output in a sample of `length` tokens differs from plain transformers' on this rank's
-    slice, if any does: of `_watched` modules."""
-    rows, limit = -(-length // ctx.sp), EXACT[model.dtype][1] * 10
+    slice by ten times the error `off`, if any does: of `_watched` modules."""
+    rows, limit = -(-length // ctx.sp), off * 10
     mine = slice(ctx.sp_rank * rows, min(length, (ctx.sp_rank + 1) * rows))
     for order, (name, outputs) in enumerate(expected.items()):
         ours, theirs = of_first_pass(seen.get(name, []), rows), of_first_pass(outputs, length)
