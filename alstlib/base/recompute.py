@@ -153,11 +153,12 @@ def leaves_of(roots: Iterable[Tensor], known: Iterable[Tensor] = ()) -> list[Ten
 
 
 def gradients_of(
-    roots: Sequence[Tensor], tensors: Sequence[Tensor | None], upstream: Sequence[Tensor]
+    roots: Sequence[Tensor], tensors: Sequence[Tensor | None], upstream: Sequence[Tensor], keep: bool = False
 ) -> list[Any]:  # fmt: skip
-    """The gradient of each of these tensors; None where it needs none, or the roots do not depend on it."""
+    """The gradient of each of these tensors; None where it needs none, or the roots do not depend on it. With `keep`
+    the graph stays, for others that share a part of it."""
     wanted = [t for t in tensors if t is not None and t.requires_grad]
-    found = torch.autograd.grad(roots, wanted, upstream, allow_unused=True) if wanted else ()
+    found = torch.autograd.grad(roots, wanted, upstream, keep or None, allow_unused=True) if wanted else ()
     of = dict(zip(map(id, wanted), found))
     return [of.get(id(t)) for t in tensors]
 
@@ -179,15 +180,17 @@ class Strays:
         """The gradient of each of these tensors from one recompute, as `gradients_of` gives them."""
         everywhere = torch.autograd._is_checkpoint_valid() if self.everywhere is None else self.everywhere
         strays = leaves_of(roots, tensors) if everywhere else []
-        found = gradients_of(roots, [*tensors, *strays], upstream)
+        # what a stray became before the recomputes, outside of them, is shared by all of them
+        found = gradients_of(roots, [*tensors, *strays], upstream, keep=bool(strays))
         for stray in reversed(strays):
             if (grad := found.pop()) is not None:
-                self.sums[stray] = self.sums[stray] + grad if stray in self.sums else grad
+                wide = grad.to(sum_dtype(grad))
+                self.sums[stray] = self.sums[stray] + wide if stray in self.sums else wide
         return found
 
     def add(self) -> None:
         if self.sums:
-            torch.autograd.backward([*self.sums], [*self.sums.values()])
+            torch.autograd.backward([*self.sums], [total.to(stray.dtype) for stray, total in self.sums.items()])
             self.sums.clear()
 
 

@@ -7,8 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from alstlib.base.recompute import Replay
+
+_FORWARD = nn.Linear.forward
 
 
 class LastProduct:
@@ -18,8 +23,9 @@ class LastProduct:
     that read them, and nothing reads the output: that is one of the 12 products of a gated MLP's step. Forward and
     backward of such an MLP (512 x 1,536, 2,048 tokens, one core) take 0.91 of the time.
 
-    First passes show which one it is. A product that makes anything but the module's output, that others
-    watch or have changed, that an adapter stands beside, or that runs under autocast is computed.
+    First passes show which one it is, and whether the module does anything with it but return it. Once it did, such as
+    to clamp what is too large, the product is always computed. So it is where others watch or have changed what a
+    product makes, where an adapter stands beside it, and under autocast.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -27,29 +33,33 @@ class LastProduct:
         self.seen: dict[bool, nn.Module | None] = {}
         """The product that made the module's output, by the module's mode: dropout comes after it in training only."""
 
+    @torch.compiler.disable
     def first(self, x: Tensor) -> Any:
         """The module's output, after a look at what makes it."""
-        last, made = self._last(), _Made()
-        if last is None:
+        last, mode = self._last(), self.module.training
+        if last is None or self.seen.get(mode, last) is not last:
+            self.seen[mode] = None
             return self.module(x)
+        made = _Made()
         hook = last.register_forward_hook(lambda m, args, out: made.note(out))
         try:
-            out = self.module(x)
+            with made:
+                out = self.module(x)
         finally:
             hook.remove()
-        self.seen[self.module.training] = last if made.alone(out) else None
+        self.seen[mode] = last if made.alone(out) else None
         return out
 
+    @torch.compiler.disable
     def again(self, x: Tensor) -> Any:
-        """The module's output for a backward: it has the output's graph and shape, and may have any values."""
+        """The module's output for a backward: it has the output's graph and shape, and its values are zeros."""
         module, last = self.module, self._last()
-        autocast = torch.is_autocast_enabled(x.device.type)
-        if last is None or autocast or self.seen.get(module.training) is not last:
+        if last is None or self.seen.get(module.training) is not last or torch.is_autocast_enabled(x.device.type):
             return module(x)
         made, replay = _Made(), Replay(x.device)
 
-        def unread(h: Tensor) -> Tensor:
-            return made.note(_ProductOf.apply(h, last.weight, last.bias))
+        def unread(input: Tensor) -> Tensor:
+            return made.note(_ProductOf.apply(input, last.weight, last.bias))
 
         vars(last)["forward"] = unread
         try:
@@ -62,27 +72,37 @@ class LastProduct:
             return module(x)
 
     def _last(self) -> nn.Linear | None:
-        """The last product of the module, unless others watch what modules make here, or have changed it."""
+        """The last product of the module, unless others watch, compile or have changed what makes it."""
         inside = [*self.module.modules()]
         last = next((m for m in reversed(inside) if type(m) is nn.Linear), None)
         if last is None or type(last.weight) is not nn.Parameter or "forward" in vars(last):
             return None
-        return None if any(m._forward_hooks or m._backward_hooks for m in inside) else last
+        taken = any(m._forward_hooks or m._backward_hooks or m._compiled_call_impl for m in inside)
+        return None if taken or _global_forward_hooks or nn.Linear.forward is not _FORWARD else last
 
 
-class _Made:
-    """Recognises what a product made, without keeping it."""
+class _Made(TorchFunctionMode):
+    """Recognises what a product made, without keeping it; entered, it sees whether a function is given that."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.of: list[tuple[Any, int]] = []
+        self.read = False
 
     def note(self, out: Tensor) -> Tensor:
         self.of.append((weakref.ref(out), 0 if out.is_inference() else out._version))
+        self.read = self.read or torch.is_autocast_enabled(out.device.type)
         return out
 
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.of and not self.read:
+            made = [of() for of, _ in self.of]
+            self.read = any(t is one for t in tree_leaves((args, kwargs)) if t is not None for one in made)
+        return func(*args, **(kwargs or {}))
+
     def alone(self, out: Any) -> bool:
-        """Whether this is the one thing that was made, as it was made."""
-        if len(self.of) != 1 or out is not self.of[0][0]():
+        """Whether this is the one thing that was made, as it was made, and nothing read it."""
+        if self.read or len(self.of) != 1 or out is not self.of[0][0]():
             return False
         return not out.is_inference() and out._version == self.of[0][1]
 
@@ -94,7 +114,7 @@ class _ProductOf(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return x.new_empty(*x.shape[:-1], len(weight))
+        return x.new_zeros(*x.shape[:-1], len(weight))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

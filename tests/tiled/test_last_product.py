@@ -74,6 +74,15 @@ def read(mlp: Any) -> None:
     mlp.after = lambda y: y.clamp(-0.1, 0.1)
 
 
+def read_where_it_is_large(mlp: Any) -> None:
+    """As for fp16: the first tile is clamped, and the others are not."""
+    mlp.after = lambda y: y.clamp(-0.1, 0.1) if y.abs().max() > 0.5 else y
+
+
+def read_beside(mlp: Any) -> None:
+    mlp.after = lambda y: (y.abs().max(), y)[1]
+
+
 def read_in_place(mlp: Any) -> None:
     mlp.register_forward_hook(lambda m, args, out: out.clamp_(-0.1, 0.1))
 
@@ -90,6 +99,10 @@ def watched_in_backward(mlp: Any) -> None:
     mlp.register_full_backward_hook(lambda m, grads, of: None)
 
 
+def compiled(mlp: Any) -> None:
+    mlp.compile(backend="eager")
+
+
 def patched(mlp: Any) -> None:
     mlp.down.forward = mlp.down.forward
 
@@ -98,7 +111,10 @@ def shared(mlp: Any) -> None:
     mlp.after = lambda y: mlp.down(nn.functional.pad(y, (0, INNER - WIDTH)))
 
 
-@pytest.mark.parametrize("change", [read, read_in_place, watched, watched_whole, watched_in_backward, patched])
+READS = [read, read_where_it_is_large, read_beside, read_in_place]
+
+
+@pytest.mark.parametrize("change", [*READS, watched, watched_whole, watched_in_backward, compiled, patched])
 def test_computed_where_something_reads_it(change):
     mlp = Gated()
     change(mlp)
@@ -166,3 +182,33 @@ def test_a_first_pass_with_a_graph_computes_all():
     (right,) = torch.autograd.grad(mlp(x).square().sum(), vector)
     (got,) = torch.autograd.grad(out.square().sum(), vector)
     assert relative_error(got, right) < 1e-5
+
+
+def test_computed_while_a_hook_watches_all_modules():
+    handle = nn.modules.module.register_module_forward_hook(lambda m, args, out: None)
+    try:
+        assert products_of_backward(Gated()) == 3 + 6
+    finally:
+        handle.remove()
+
+
+def test_an_mlp_that_opens_autocast_itself():
+    class Mixed(Gated):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.down(input=nn.functional.silu(self.gate(x)) * self.up(x))
+
+    assert products_of_backward(Mixed(), TOKENS) == 3 + 6
+
+
+def test_what_a_stray_became_outside_serves_all_tiles():
+    """Two tiles share the graph between a vector and what an MLP adds of it."""
+    vector, mlp = torch.randn(WIDTH, requires_grad=True), Gated()
+    x = torch.randn(1, TOKENS, WIDTH, requires_grad=True)
+    found = []
+    for run in (mlp, TiledMLP(mlp, 4)):
+        vector.grad, added = None, (2 * vector).sigmoid()
+        mlp.after = lambda y, added=added: y + added
+        run(x).square().sum().backward()
+        found.append(vector.grad)
+    assert relative_error(*found) < 1e-5
