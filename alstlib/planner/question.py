@@ -196,7 +196,7 @@ class Question:
         """What lets this length fit that does not; where no length fits (None), what lets some fit. The nearest things
         that do so: other options, a disk, an adapter, more host memory, more nodes. Of ours."""
         length = seq_len or self.shortest
-        with suppress(ValueError):  # not simulated, or an adapter that is refused
+        with suppress(NotSimulated):
             for one in self._remedies(length) if self.preset == "ours" else ():
                 if (at := one.question.at(length)).fits and (found := at if seq_len else one.question.longest()):
                     yield replace(one, at=found)
@@ -212,11 +212,12 @@ class Question:
             disk = -(-(now.disk + short * now.ranks_of_node) // 10**9)
             yield Variant(f"a disk of {disk:,} GB on each node", {}, self.on(disk=disk * 10**9))
         if self.run.model.lora is None and self.shape.images is None:
-            adapter = Variant("LoRA", LORA, self.with_changes(LORA))
-            if adapter.question.at(seq_len).fits:
-                yield adapter
-            elif near := adapter.question.nearest(seq_len):
-                yield Variant(f"LoRA and {near.what}", LORA | near.changes, near.question)
+            with suppress(ValueError):  # an adapter is refused, or was not simulated
+                adapter = Variant("LoRA", LORA, self.with_changes(LORA))
+                if adapter.question.at(seq_len).fits:
+                    yield adapter
+                elif near := adapter.question.nearest(seq_len):
+                    yield Variant(f"LoRA and {near.what}", LORA | near.changes, near.question)
         host = -(-max(found.host_needed * now.ranks_of_node, found.loading.host) // GIB)
         if now.host_memory is not None and host * GIB > now.host_memory:
             yield Variant(f"{host:,} GiB of host memory on each node", {}, self.on(host_memory=host * GIB))

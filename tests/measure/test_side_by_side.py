@@ -3,7 +3,9 @@
 import multiprocessing
 import os
 import signal
+import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,7 @@ from alstlib.planner.measure.deep import side_by_side
 @pytest.fixture(autouse=True)
 def three_cores(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
 
 def where(n):
@@ -49,6 +52,26 @@ def test_what_a_call_raises_is_raised(at):
     with pytest.raises(ValueError, match="the model says no"):
         side_by_side("calls", calls)
     assert {*multiprocessing.active_children()} <= {*before}
+
+
+def test_a_fork_does_not_outlive_its_process(tmp_path):
+    """It would keep what its process has locked."""
+    started = tmp_path / "started"
+
+    def parent():
+        calls = [partial(time.sleep, 60), lambda: (started.write_text(str(os.getpid())), time.sleep(60))]
+        side_by_side("calls", calls)
+
+    process = multiprocessing.get_context("fork").Process(target=parent)
+    process.start()
+    while not started.exists() or not started.read_text():
+        time.sleep(0.05)
+    process.kill()
+    process.join()
+    ends = time.monotonic() + 20
+    while Path(f"/proc/{started.read_text()}").exists() and time.monotonic() < ends:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{started.read_text()}").exists()
 
 
 def test_nothing_is_forked_beside_a_gpu(monkeypatch):

@@ -8,11 +8,13 @@ layers of its kind.
 from __future__ import annotations
 
 import copy
+import ctypes
 import functools
 import gc
 import multiprocessing
 import os
 import re
+import signal
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -38,6 +40,8 @@ SHORT = 1024
 PROBE = 512
 """Rows of a step that shows which tiles there are."""
 FARTHEST = 2**50
+PR_SET_PDEATHSIG = 1
+"""Linux's name for the signal that a process gets when its parent ends (`man 2 prctl`)."""
 
 
 def kinds_of_layers(layers: Sequence[nn.Module]) -> list[Any]:
@@ -93,6 +97,10 @@ class _Fork:
         told.close()
 
     def _run(self, told: Connection) -> None:
+        # a fork that outlives its process would keep the lock of a run's folder
+        self.told.close()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         torch.set_num_threads(1)  # the threads of a pool are not in the fork
         with suppress(Exception):
             told.send([call() for call in self.calls])
