@@ -14,6 +14,13 @@ from torch.utils._pytree import tree_leaves
 from alstlib.base.recompute import Replay
 
 _FORWARD = nn.Linear.forward
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def untouched(module: nn.Module) -> bool:
+    """Whether a call of this module runs its class's forward and nothing else: it has no hooks of its own, and nobody
+    has put another forward into it."""
+    return "forward" not in vars(module) and not any(vars(module)[hooks] for hooks in _HOOKS)
 
 
 class LastProduct:
@@ -31,14 +38,14 @@ class LastProduct:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.seen: dict[bool, nn.Module | None] = {}
-        """The product that made the module's output, by the module's mode: dropout comes after it in training only."""
+        """The product that made the module's output, by the module's mode: dropout comes after it in training only.
+        None once something read what it made."""
 
     @torch.compiler.disable
     def first(self, x: Tensor) -> Any:
         """The module's output, after a look at what makes it."""
         last, mode = self._last(), self.module.training
-        if last is None or self.seen.get(mode, last) is not last:
-            self.seen[mode] = None
+        if last is None or self.seen.get(mode, last) is None:
             return self.module(x)
         made = _Made()
         hook = last.register_forward_hook(lambda m, args, out: made.note(out))
@@ -75,10 +82,10 @@ class LastProduct:
         """The last product of the module, unless others watch, compile or have changed what makes it."""
         inside = [*self.module.modules()]
         last = next((m for m in reversed(inside) if type(m) is nn.Linear), None)
-        if last is None or type(last.weight) is not nn.Parameter or "forward" in vars(last):
+        plain = all(untouched(m) and m._compiled_call_impl is None for m in inside)
+        if last is None or not plain or type(last.weight) is not nn.Parameter:
             return None
-        taken = any(m._forward_hooks or m._backward_hooks or m._compiled_call_impl for m in inside)
-        return None if taken or _global_forward_hooks or nn.Linear.forward is not _FORWARD else last
+        return None if _global_forward_hooks or nn.Linear.forward is not _FORWARD else last
 
 
 class _Made(TorchFunctionMode):

@@ -28,6 +28,7 @@ from alstlib.base.sizing import default_tile, tiles_of
 from alstlib.base.units import IGNORE
 from alstlib.offload.courier import Travel
 from alstlib.tiled.compute import TiledModule, check_tile, tiled_compute
+from alstlib.tiled.last_product import untouched
 from alstlib.tiled.logits import HeadCall, HeadPass, LogitTransform, Statistics, check_labels
 
 
@@ -139,8 +140,6 @@ def loss_of_logits(logits: Tensor, labels: Tensor, smoothing: float, by_token: b
 
 
 Look = Callable[[Tensor], Any]
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""Where a module keeps hooks of its calls: a head that has some is called."""
 
 
 class TiledHead(TiledModule):
@@ -174,7 +173,7 @@ class TiledHead(TiledModule):
         if look is not None:
             self._show(hidden, labels, look)
         head: Any = self.inner
-        if type(head) is not nn.Linear or "forward" in vars(head) or any(vars(head)[hooks] for hooks in _HOOKS):
+        if type(head) is not nn.Linear or not untouched(head):
             transform = self.transform.at(temperature or 1.0)
             logps = self._through_module(hidden, labels, transform, statistics, smoothing)
             return -logps.sum() if temperature is None else logps

@@ -212,3 +212,18 @@ def test_what_a_stray_became_outside_serves_all_tiles():
         run(x).square().sum().backward()
         found.append(vector.grad)
     assert relative_error(*found) < 1e-5
+
+
+def test_left_out_again_once_nobody_watches():
+    mlp = Gated()
+    tiled, x = TiledMLP(mlp, 4), torch.randn(1, TOKENS, WIDTH, requires_grad=True)
+    made = []
+    for _ in range(2):
+        handle = mlp.gate.register_forward_hook(lambda m, args, out: None)
+        for remove in (lambda: None, handle.remove):
+            remove()
+            out = tiled(x)
+            with Products(TOKENS) as counter:
+                out.sum().backward()
+            made.append(counter.made)
+    assert made == [9, 8, 9, 8]

@@ -149,13 +149,11 @@ def compare(
         with handle:
             if block is not None and handle.facts.not_by_blocks:
                 return {"result": "refused", "reason": f"ValueError: {handle.facts.not_by_blocks}"}
-            with _watched(model) as seen:
-                mean, got = attached_step(handle, data, block)
+            mean, got = attached_step(handle, data, block)
     except Exception as e:
         return {"result": "crash", "reason": why(e)}
     try:
-        with _watched(model) as expected:
-            loss, want = reference(model)
+        loss, want = reference(model)
     except Exception as e:
         return {"result": "not built", "reason": f"plain transformers: {why(e)}"}
     errors, loss_error = errors_of(got, want), abs(mean - loss) / abs(loss)
@@ -164,6 +162,10 @@ def compare(
     made = {"dtype": str(model.dtype), "loss": loss_error, "gradient": max(errors.values()), "notes": handle.notes}
     if loss_error < exact[model.dtype][0] and not wrong and changed is None:
         return {"result": "exact", "reason": "", **made}
+    with alstlib.apply(model, ctx, options) as handle, _watched(model) as seen:  # hooks change what a step leaves out
+        attached_step(handle, data, block)
+    with _watched(model) as expected:
+        reference(model)
     nearest = f"gradient of {last_run(wrong, {name: i for i, name in enumerate(seen)})}" if wrong else "loss"
     made["first"] = first_difference(model, ctx, data["input_ids"].shape[1], seen, expected, exact[model.dtype][1])
     return {"result": "wrong", "reason": f"{changed} has changed" if changed else nearest, **made}
