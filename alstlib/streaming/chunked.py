@@ -55,6 +55,11 @@ from alstlib.streaming.carried import Carried, Step
 from alstlib.streaming.pages import LayerPages, PageChooser
 from alstlib.ulysses.attention import UlyssesAttention, delta_of, gradient_of_sinks, output_with
 
+STRAY = (
+    "chunk: a weight that no layer owns, such as a vector that a hook adds, would get no gradient in a layer in chunks "
+    "whose own weights and input need none; let a weight of that layer train, or use chunk=None"
+)
+
 
 class KeysDone(Exception):
     """Leaves a layer once a chunk's keys and values, and what it hands on, are where they belong. Not seen outside.
@@ -243,8 +248,15 @@ class Stream:
             for lo, hi in itertools.pairwise(bounds)
         ]
 
-    def without_graph(self, x: Tensor, first: bool = False) -> Tensor:
-        """Run the layer chunk by chunk, for the `first` time or as it ran then."""
+    def without_graph(self, x: Tensor, first: bool = False, frozen: bool = False) -> Tensor:
+        """Run the layer chunk by chunk, for the `first` time or as it ran then.
+
+        Args:
+            frozen: neither its inputs nor its weights need a gradient.
+
+        Raises:
+            ValueError: something in a frozen layer needs one all the same.
+        """
         courier = Courier(self.store, self.device)
         way = courier if self.travels else None
         pieces, out = self.chunks(x.shape[1], False, courier), room_like(way, x)
@@ -252,7 +264,12 @@ class Stream:
             if first:
                 self.replays.append(Replay(self.device, self.module))
             with contextlib.nullcontext() if first else self.replays[i](), unchanged(part, self.module):
-                put_part(way, out, piece.tokens, self.run(part, piece, *self.beside_of(piece)))
+                with torch.set_grad_enabled(frozen):  # then it makes no graph
+                    y = self.run(part, piece, *self.beside_of(piece))
+                if y.requires_grad:
+                    raise ValueError(STRAY)
+                put_part(way, out, piece.tokens, y)
+                del y
             made, piece.left = piece.left, []
             if first:
                 self.left = self.left or [t.new_empty(t.shape[0], x.shape[1], *t.shape[2:]) for t in made]
@@ -283,9 +300,10 @@ class Stream:
 class _Streamed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, stream: Stream, segment: Segment, train: bool, x: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
-        train = train and any(ctx.needs_input_grad)
+        frozen = train and not any(ctx.needs_input_grad)
+        train = train and not frozen
         stream.keep = stream.keep and train
-        out = stream.without_graph(x, first=True)
+        out = stream.without_graph(x, first=True, frozen=frozen)
         if train:
             if not stream.travels:  # the input last, as it is wanted first; what is kept comes back in opposite order
                 stream.held = stream.store.ticket()

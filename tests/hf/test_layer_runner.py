@@ -288,6 +288,17 @@ def test_weights_that_the_layer_does_not_own(how, frozen):
     assert worst_error(*found)[0] < 1e-5
 
 
+def test_a_weight_that_nothing_owns_is_refused_in_a_frozen_layer_in_chunks():
+    """Whose input needs no gradient: there is no graph to give the weight one."""
+    model, vector = model_of().requires_grad_(False), torch.zeros(WIDTH, requires_grad=True)
+    model.model.layers[2].mlp.register_forward_hook(lambda module, args, out: out + vector)
+    with attach(model, chunk=20):
+        with pytest.raises(ValueError, match="weight that no layer owns"):
+            loss(model)
+        with torch.no_grad():
+            loss(model)
+
+
 def test_weights_that_nothing_owns_are_none_of_the_chosen():
     model, vector = model_of(), torch.zeros(WIDTH, requires_grad=True)
     model.model.layers[2].mlp.register_forward_hook(lambda module, args, out: out + vector)
