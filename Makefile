@@ -49,7 +49,7 @@ screenshots: setup ## take the pictures of the README and of notebooks/runs.md a
 
 # What Sphinx needs besides the lock is pinned apart; pip asks no index when all of it is there.
 site-tools: setup ## install what `make site` needs into .venv
-	$(BIN)/python -m pip install -q --no-deps $(if $(WHEELHOUSE),--no-index --find-links $(WHEELHOUSE)) -r env/site.txt
+	$(BIN)/python -m pip install -q --no-compile --no-deps $(if $(WHEELHOUSE),--no-index --find-links $(WHEELHOUSE)) -r env/site.txt
 
 site: site-tools ## build the lessons, their solutions and the API as web pages in build/site, and check them
 	$(BIN)/python notebooks/site/builder.py $(ARGS)

@@ -14,6 +14,7 @@ import argparse
 import ast
 import copy
 import json
+import math
 import multiprocessing
 import os
 import posixpath
@@ -30,9 +31,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import nbformat
+from jupyter_client.provisioning import local_provisioner
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
@@ -48,6 +51,13 @@ HANG_SECONDS = 5 * SECONDS
 """That a cell may take by the clock, and a kernel to start; multiplied likewise."""
 AT_ONCE = 2
 """Notebooks that are checked at a time, each by a process of its own, whose children's processor time is theirs."""
+FEW = 4
+"""Notebooks that are checked with kernels of their own; the kernels of more are forked."""
+IMPORTED = [
+    "torch", "transformers.models.llama.modeling_llama", "alstlib.hf.attach", "alstlib.planner.question",
+    "alstlib.planner.measure.simulate", "matplotlib.figure", "ipykernel.kernelapp", "nbclient",
+]  # fmt: skip
+"""What forked kernels have in common: it is imported once for all that a process checks."""
 BYTES = 1_000_000
 WORDS = 2_000
 """At most in a lesson's markdown, its card, tables and exercises included; see `words`."""
@@ -180,10 +190,10 @@ def execute(path: Path) -> Pass:
     # a lesson's own runs are kept there and would not be run again
     for folder in (source.root / "papermill_runs" / "out").glob(f"lesson-{path.name[:2]}*"):
         shutil.rmtree(folder)
-    began, used = time.perf_counter(), _processor_seconds()
+    began, used = time.perf_counter(), 0.0
     if any(c.cell_type == "code" for c in work.cells):
-        _execute(work, source.root, path.parent)
-    seconds = min(time.perf_counter() - began, _processor_seconds() - used)
+        used = _execute(work, source.root, path.parent)
+    seconds = min(time.perf_counter() - began, used)
     tail, work.cells = work.cells[count:], work.cells[:count]
     work = normalised(work, outputs=True)
     for (answer, check), done in zip(solvable(work), tail[1::2]):
@@ -195,15 +205,54 @@ def execute(path: Path) -> Pass:
     return Pass(work, twin_of(work, path.stem, outputs) if path in lessons(source.root) else None, seconds)
 
 
-def _processor_seconds() -> float:
-    """Of all processes that this one started and that have ended, and theirs."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+def _processor_seconds(*whose: int) -> float:
+    """By default of all processes that this one started and that have ended, and theirs."""
+    used = [resource.getrusage(one) for one in whose or (resource.RUSAGE_CHILDREN,)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
-def _execute(work: Any, root: Path, folder: Path) -> None:
-    """In another thread, where nbclient leaves signals alone: an interrupt ends the cell, then this program."""
-    km, begun = manager(), ["1"]
+def _forked(cmd: list[str], env: dict[str, str], cwd: str, stderr: Any, **_: Any) -> Any:
+    """A kernel, as jupyter_client's own `launch_kernel` starts one, but forked."""
+    started = multiprocessing.get_context("forkserver").Process(target=_kernel, args=(cmd[3:], env, cwd, stderr.name))
+    started.start()
+    pid = started.pid or 0
+    while started.is_alive() and os.getpgid(pid) != pid:  # it gets signals with all that it starts
+        time.sleep(0.01)
+    return SimpleNamespace(
+        pid=pid, poll=lambda: started.exitcode, wait=lambda: started.join() or started.exitcode, kill=started.kill,
+        terminate=started.terminate, send_signal=lambda number: os.kill(pid, number),
+        stdin=None, stdout=None, stderr=None,
+    )  # fmt: skip
+
+
+def _kernel(arguments: list[str], env: dict[str, str], cwd: str, log: str) -> None:
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    sys.path[:0] = [cwd, *env["PYTHONPATH"].split(os.pathsep)]
+    os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), 2)
+    from ipykernel.kernelapp import IPKernelApp
+
+    IPKernelApp.launch_instance(argv=[*arguments, f"--IPKernelApp.parent_handle={os.getppid()}"])
+    used = _processor_seconds(resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    (Path(env["IPYTHONDIR"]) / "used").write_text(str(used))
+
+
+def fork_kernels(root: Path, imported: list[str]) -> None:
+    """Let the kernels of this process be forked from one that has imported this."""
+    env = kernel_environment(root, "")
+    os.environ.update(env, MPLBACKEND="module://matplotlib_inline.backend_inline")  # as in a kernel
+    multiprocessing.get_context("forkserver").set_forkserver_preload(imported)
+    local_provisioner.launch_kernel = _forked
+
+
+def _execute(work: Any, root: Path, folder: Path) -> float:
+    """In another thread, where nbclient leaves signals alone: an interrupt ends the cell, then this program.
+
+    Returns: the processor time of the kernel and of what it started, in seconds.
+    """
+    km, begun, used = manager(), ["1"], _processor_seconds()
     with tempfile.TemporaryDirectory() as ipython, open(Path(ipython) / "stderr", "w+") as log:
         client = NotebookClient(
             work, km=km, timeout=round(HANG_SECONDS * slow()), startup_timeout=max(60, round(HANG_SECONDS * slow())),
@@ -228,6 +277,10 @@ def _execute(work: Any, root: Path, folder: Path) -> None:
                 raise Failed(f"cell {begun[-1]}: its kernel died {log.read()[-500:]}".rstrip()) from None
             except CellExecutionError:
                 raise Failed(_where(work)) from None
+        if local_provisioner.launch_kernel is not _forked:
+            return _processor_seconds() - used
+        told = Path(ipython) / "used"  # as a forked kernel writes at its end, unless it was killed
+        return float(told.read_text()) if told.exists() else math.inf
 
 
 def _where(work: Any) -> str:
@@ -743,7 +796,8 @@ def check(names: Sequence[str] = (), root: Path = ROOT) -> int:
     problems."""
     bad, total, paths = 0, 0.0, chosen(names, root)
     new = multiprocessing.get_context("spawn")  # a fork of a process with threads may wait for ever
-    with ProcessPoolExecutor(AT_ONCE, new) if len(paths) > 1 else nullcontext() as pool:
+    forked = {"initializer": fork_kernels, "initargs": (root, IMPORTED)} if len(paths) > FEW else {}
+    with ProcessPoolExecutor(AT_ONCE, new, **forked) if len(paths) > 1 else nullcontext() as pool:
         for path, (seconds, wrong) in zip(paths, (pool.map if pool else map)(checked, paths)):
             total += seconds or 0.0
             bad += len(wrong)

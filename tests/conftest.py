@@ -86,6 +86,18 @@ def _serve(rank, world, port, tasks, results, backend):
     dist.destroy_process_group()
 
 
+def start_server():
+    """The server from which this process of pytest forks all its ranks, also those of the referee: there is only one,
+    and who asks first says what it imports."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["preloaded"])
+    # Python 3.11 does not tell the server where this folder is, and what it does not find it passes over
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path), "OWN_PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    with mock.patch.dict(os.environ, paths):
+        forkserver.ensure_running()
+    return context
+
+
 class RankPool:
     """`pool(fn, *args)` runs the module-level `fn(rank, world, *args)` on every rank and returns the list of results.
 
@@ -98,12 +110,7 @@ class RankPool:
         self.processes = []
 
     def start(self):
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["preloaded"])
-        # Python 3.11 does not tell the server where this folder is, and what it does not find it passes over
-        paths = {"PYTHONPATH": os.pathsep.join(sys.path), "OWN_PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-        with mock.patch.dict(os.environ, paths):
-            forkserver.ensure_running()
+        context = start_server()
         self.results = context.Queue()
         self.tasks = [context.Queue() for _ in range(self.world)]
         port = free_port()
@@ -194,6 +201,12 @@ def _pool(world, pools):
 
 ranks2, ranks4 = _pool(2, "pools"), _pool(4, "pools")
 late1, late2 = _pool(1, "late_pools"), _pool(2, "late_pools")
+
+
+@pytest.fixture(scope="session")
+def server():
+    """For ranks that are started without a pool."""
+    start_server()
 
 
 @pytest.fixture

@@ -335,7 +335,10 @@ def test_no_kernel_is_left_behind(demo, monkeypatch):
 
 
 def test_check_compares_and_writes_nothing(demo, capsys, monkeypatch):
+    """With kernels that are forked, as of many lessons; and with one that is not."""
     monkeypatch.setattr(lessons, "LESSONS", 2)
+    monkeypatch.setattr(lessons, "FEW", 1)
+    monkeypatch.setattr(lessons, "IMPORTED", ["ipykernel.kernelapp", "nbclient"])
     root = demo.parent.parent
     for path in (demo, lessons.twin_path(demo)):
         again = re.sub(r"01(?=\.1|`)", "02", path.read_text()).replace("01_demo", "02_second")

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ LOADS = {
 }
 """What a browser loads by itself, by tag."""
 CSS_URL = re.compile(r"""url\(\s*["']?([^"')]+)|@import\s+["']([^"']+)""")
+COLOURED = re.compile(r'<span( class="[^"]*")?>|</span>')
+"""Most tags of a page that shows a file; there is nothing to check about them."""
 SCRIPT_LOADS = re.compile(r"""["'`]((?:https?:)?//[\w.-]+\.\w+/[^"'`\s]*\.(?:m?js|css|json|wasm|woff2?))["'`]""")
 
 
@@ -35,7 +38,7 @@ class Page(HTMLParser):
         self.loads: list[tuple[int, str]] = []
         self.alts: list[tuple[int, str, str]] = []
         self._inside = ""
-        self.feed(path.read_text(encoding="utf-8"))
+        self.feed(COLOURED.sub("", path.read_text(encoding="utf-8")))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = {name: value or "" for name, value in attrs}
@@ -94,10 +97,15 @@ def check(site: Path) -> Report:
     counts = dict.fromkeys(("pages", "internal links", "images", "loaded files", "external links (not fetched)"), 0)
     counts["pages"] = len(pages)
 
-    def target(owner: Path, url: str) -> tuple[Path, str]:
+    @functools.cache
+    def place(folder: Path, name: str) -> tuple[Path, bool]:
+        """Where a name leads from a folder, as most pages of one folder name it, and whether a file is there."""
+        path = (folder / unquote(name)).resolve()
+        return path, path.is_file()
+
+    def target(owner: Path, url: str) -> tuple[Path, bool, str]:
         parts = urlsplit(url)
-        path = (owner.parent / unquote(parts.path)).resolve() if parts.path else owner
-        return path, unquote(parts.fragment)
+        return *(place(owner.parent, parts.path) if parts.path else (owner, True)), unquote(parts.fragment)
 
     def loaded(owner: Path, line: int, url: str) -> None:
         where = f"{owner.relative_to(site)}:{line}"
@@ -106,7 +114,7 @@ def check(site: Path) -> Report:
         counts["loaded files"] += 1
         if elsewhere(url):
             problems.append(f"{where}: loads {url} from elsewhere")
-        elif not target(owner, url)[0].is_file():
+        elif not target(owner, url)[1]:
             problems.append(f"{where}: loads {url}, which does not exist")
 
     for owner, page in pages.items():
@@ -118,8 +126,8 @@ def check(site: Path) -> Report:
             if urlsplit(url).scheme in ("mailto", "data", "javascript"):
                 continue
             counts["internal links"] += 1
-            path, anchor = target(owner, url)
-            if not path.is_relative_to(site) or not path.is_file():
+            path, there, anchor = target(owner, url)
+            if not there or not path.is_relative_to(site):
                 problems.append(f"{where}: {url} does not exist")
             elif anchor and path in pages and anchor not in pages[path].ids:
                 problems.append(f"{where}: {url} has no such anchor")

@@ -35,6 +35,8 @@ LARGEST = 300_000
 """Bytes of a file that is shown."""
 LINKED: set[str] = set()
 """Files and folders that this build's pages link to."""
+NAVIGATION: dict[tuple[Any, ...], str] = {}
+"""This build's navigation on pages that are not in it."""
 WIDE = 8
 """Columns of a table from which on it is set smaller."""
 COLON = "\ue000"
@@ -240,6 +242,21 @@ def linkcode_resolve(domain: str, info: dict[str, str]) -> str | None:
     return f"source/{name}.html#L-{line}"
 
 
+def share_navigation(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """Pages that show files stand in no navigation: it is the same on all of one depth, and made once for them."""
+    if not page.startswith("source/"):
+        return
+    made, depth = context["toctree"], page.count("/")
+
+    def toctree(**how: Any) -> str:
+        key = depth, *sorted(how.items())
+        if key not in NAVIGATION:
+            NAVIGATION[key] = made(**how)
+        return NAVIGATION[key]
+
+    context["toctree"] = toctree
+
+
 def finish(app: Sphinx, error: Exception | None) -> None:
     """The folder's index.html leads to the landing page; the themes' own templates are no pages."""
     page = f"{app.config.root_doc}.html"
@@ -258,10 +275,12 @@ def finish(app: Sphinx, error: Exception | None) -> None:
 def setup(app: Sphinx) -> dict[str, Any]:
     app.add_config_value("repository_root", "", "env")
     LINKED.clear()
+    NAVIGATION.clear()
     app.add_html_math_renderer("mathml", (formula, None), (formula, None))
     app.add_transform(RepositoryLinks)
     app.add_transform(Tables)
     app.connect("html-collect-pages", source_pages)
+    app.connect("html-page-context", share_navigation, priority=400)  # before the theme's
     app.connect("autodoc-process-docstring", plain_docstring, priority=400)
     app.connect("autodoc-process-docstring", restore_colons, priority=600)
     app.connect("build-finished", finish)

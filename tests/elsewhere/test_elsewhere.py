@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,6 +34,12 @@ NOBODY = 54321
 READS = "-all,+dac_read_search"
 PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 
+LINES = """
+import shlex, sys
+from alstlib.runs import cli
+assert not any(cli.main(shlex.split(line)) for line in sys.argv[1:])
+"""
+"""A program that runs command lines of `alst`, one after the other."""
 TWO_STEPS = {
     "name": "two-steps", "rows": ["alst"],
     "base": {"model.name": "tiny", "engine": {"world_size": 2, "sp": 2}, "data.seq_len": 64, "optim.steps": 2},
@@ -65,8 +73,9 @@ class Place:
         assert "Traceback" not in said, said[-6000:]
         return said
 
-    def alst(self, *arguments, limit=600.0):
-        return self.run(str(self.checkout / ".venv/bin/python"), "-m", "alstlib.runs.cli", *arguments, limit=limit)
+    def alst(self, *lines, limit=600.0):
+        """What such lines say, all in one process."""
+        return self.run(str(self.checkout / ".venv/bin/python"), "-c", LINES, *map(shlex.join, lines), limit=limit)
 
 
 @pytest.fixture
@@ -112,8 +121,11 @@ def ungrouped(place):
     mounted(place, f"mount -t tmpfs t {GROUPS}")
 
 
-def unlimited_on_one_core(place):
+def unlimited(place):
     grouped(place, "max")
+
+
+def one_core(place):
     if not shutil.which("taskset"):
         pytest.skip("no taskset here, which gives a process one core")
     place.before[:0] = ["taskset", "-c", str(min(os.sched_getaffinity(0)))]
@@ -137,9 +149,10 @@ def another_user(place):
         pytest.skip("no setpriv here, which starts a process of another user")
     user = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
     # where the interpreter lies in root's home, only who may read everything can start it
-    for place.before in (user, [*user, f"--inh-caps={READS}", f"--ambient-caps={READS}", f"--bounding-set={READS}"]):
-        start = [*place.before, "sh", "-c", '"$0" -c "import torch"', str(place.checkout / ".venv/bin/python")]
+    for more in ((), (f"--inh-caps={READS}", f"--ambient-caps={READS}", f"--bounding-set={READS}")):
+        start = [*user, *more, "sh", "-c", '"$0" -c "import torch"', str(place.checkout / ".venv/bin/python")]
         if subprocess.run(start, capture_output=True).returncode == 0:
+            place.before += [*user, *more]
             return
     pytest.skip(f"another user cannot start {sys.executable}")
 
@@ -156,37 +169,44 @@ def read_only(place):
 
 
 ENVIRONMENTS = {
-    "no control group": ungrouped,
-    "control groups without a limit, one core": unlimited_on_one_core,
-    "4 GiB of memory": four_gib,
-    "another user without a home": another_user,
-    "LC_ALL=C, umlauts and spaces in paths": plain_c_and_odd_names,
-    "a read-only checkout": read_only,
-}
+    "no control group, another user without a home": (ungrouped, another_user),
+    "control groups without a limit, a read-only checkout, LC_ALL=C, umlauts and spaces in paths":
+        (plain_c_and_odd_names, unlimited, read_only),
+    "4 GiB of memory, one core": (four_gib, one_core),
+}  # fmt: skip
+"""What differs from this machine, several things in each."""
 
 
 def starts(place, whole):
-    out = str(place.mine / "out")
-    would = place.alst("run", SPEC, "--dry-run", "--out", out)
-    rows = yaml.safe_load((ROOT / SPEC).read_text())["rows"]
+    out, rows = str(place.mine / "out"), yaml.safe_load((ROOT / SPEC).read_text())["rows"]
+    (place.mine / "two.yaml").write_text(yaml.safe_dump(TWO_STEPS))
+    two = ("run", str(place.mine / "two.yaml"), "--out", str(place.mine / "two"))
+    would = place.alst(("run", SPEC, "--dry-run", "--out", out), *(() if whole else (two,)))
     assert would.count("would run as") == would.count("predicted  the longest that fits is") == len(rows), would
     if place.memory:
         assert f"of {place.memory}; with what is on the device" in would
     if whole:
-        place.alst("run", SPEC, "--out", out, limit=3000)
+        place.alst(("run", SPEC, "--out", out), limit=3000)
         found = [results.read_result(path) for path in Path(out).glob("*/result.json")]
         assert [result["status"] for result in found] == ["ok"] * len(rows)
         return
-    (place.mine / "two.yaml").write_text(yaml.safe_dump(TWO_STEPS))
-    place.alst("run", str(place.mine / "two.yaml"), "--out", str(place.mine / "two"))
     result = results.read_result(place.mine / "two" / "alst" / "result.json")
     assert (result["status"], len(result["metrics"]["loss"])) == ("ok", 2)
 
 
 @pytest.mark.timeout(4000)
-@pytest.mark.parametrize("make", ENVIRONMENTS.values(), ids=ENVIRONMENTS)
-def test_the_first_command(make, place, pytestconfig):
-    make(place)
+@pytest.mark.parametrize("parts", ENVIRONMENTS.values(), ids=ENVIRONMENTS)
+def test_the_first_command(parts, place, pytestconfig):
+    missing = []
+    for part in parts:
+        try:
+            part(place)
+        except pytest.skip.Exception as e:
+            missing.append(str(e))
+    if len(missing) == len(parts):
+        pytest.skip("; ".join(missing))
+    for why in missing:
+        warnings.warn(f"not as asked for: {why}", stacklevel=1)
     starts(place, pytestconfig.getoption("whole"))
 
 
@@ -195,9 +215,9 @@ def test_a_wheel_in_a_folder_of_the_users_own(place):
     """Its packages are this environment's; of this library only the wheel is there, and no checkout is near."""
     python, wheels = str(place.mine / "env/bin/python"), str(place.mine / "wheels")
     place.run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", wheels, ".")
-    place.run(sys.executable, "-m", "venv", str(place.mine / "env"))
+    place.run(sys.executable, "-m", "venv", "--without-pip", str(place.mine / "env"))
     (wheel,) = Path(wheels).glob("alstlib-*.whl")
-    place.run(python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", str(wheel))
+    place.run(sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index", str(wheel))
     (packages,) = place.mine.glob("env/lib/python*/site-packages")
     (packages / "others.pth").write_text(sysconfig.get_path("purelib"))
     folder = place.checkout = place.mine / "folder"  # where commands are run
@@ -205,14 +225,16 @@ def test_a_wheel_in_a_folder_of_the_users_own(place):
     assert str(packages) in place.run(python, "-c", "import alstlib; print(alstlib.__file__)")
     alst = str(place.mine / "env/bin/alst")
     assert "Llama-3.1-8B" in place.run(alst, "plan", "--model", "meta-llama/Llama-3.1-8B", "--gpus", "8")
-    assert "equal" in place.run(alst, "verify", "tiny", "--sp", "2")
     (folder / "two.yaml").write_text(yaml.safe_dump(TWO_STEPS))
-    place.run(alst, "run", "two.yaml")
-    assert results.read_result(folder / "papermill_runs/out/two-steps/alst/result.json")["status"] == "ok"
-    assert "results in papermill_runs/out/ablation-quick" in place.run(alst, "run", SPEC, "--dry-run")
     (folder / "mine.txt").write_text("def double(x):\n    return 2 * x\n" * 200)
-    assert "step 3/3" in place.run(alst, "finetune", "--model", "tiny", "--data", "mine.txt", "--set", "optim.steps=3")
-    place.run(python, "-c", "import transformers; transformers.AutoModel.from_pretrained('tuned/model')")
+    loads = "import transformers\ntransformers.AutoModel.from_pretrained('tuned/model')"
+    said = place.run(
+        python, "-c", f"{LINES}{loads}", "run two.yaml", f"run {SPEC} --dry-run", "verify tiny --sp 2",
+        "finetune --model tiny --data mine.txt --set optim.steps=3",
+    )  # fmt: skip
+    assert results.read_result(folder / "papermill_runs/out/two-steps/alst/result.json")["status"] == "ok"
+    for part in ("results in papermill_runs/out/ablation-quick", "equal", "step 3/3"):
+        assert part in said
 
 
 def interpreter(version):

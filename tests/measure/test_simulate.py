@@ -30,11 +30,11 @@ tiles of a size: {tiles: {mlp: 100, loss: 60}}
 no checkpoints: {checkpoint: false}
 attention kept: {save_attention: true}
 offload: {offload: true, save_attention: auto}
-chunk: {offload: true, save_attention: auto, chunk: 64}
+chunk: {offload: true, save_attention: auto, chunk: 128}
 some inputs: {offload: sync, save_attention: auto, host_memory: 60000}
 half precision: {model.dtype: bf16, options.offload: true}
 9 heads on 3: &nine {model.config: {hidden_size: 72, num_attention_heads: 9, num_key_value_heads: 3}}
-9 heads on 3, chunk: {<<: *nine, options.chunk: 70}
+9 heads on 3, chunk: {<<: *nine, options.chunk: 130}
 """)
 
 

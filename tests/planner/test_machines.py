@@ -91,10 +91,10 @@ def test_the_smallest_machines_that_hold_a_length(plan, alst):
     assert "the model was trained on up to 131,072 tokens" in out
 
 
-def test_a_given_degree_divides_the_gpus_of_every_machine(plan):
+def test_a_given_degree_divides_the_gpus_of_every_machine(answer):
     """None with fewer GPUs is tried, which would be refused."""
     for sp in (3, 4):
-        (found,) = plan(f"--seq-len 500K --gpu H100 --set engine.sp={sp}")[1]["machines"]
+        (found,) = answer(f"plan --seq-len 500K --gpu H100 --set engine.sp={sp}")["machines"]
         assert (found["fits"], found["gpus"] % sp) == (True, 0)
 
 
@@ -105,13 +105,13 @@ def test_a_length_that_no_machine_holds(plan, monkeypatch):
     assert {one["fits"] for one in made["machines"]} == {False}
 
 
-def test_several_gpus_are_compared(plan):
+def test_several_gpus_are_compared(plan, answer):
     shown, made = plan("--gpu H100,H200,B200,A100-40GB,RTX4090,GH200 --gpus 8")
     reach = {one["gpu"]: one["seq_len"] for one in made["machines"]}
     assert [*reach] == ["H100", "H200", "B200", "A100-40GB", "RTX4090", "GH200"]
     assert [one["nodes"] for one in made["machines"]] == [1, 1, 1, 1, 1, 8]
     for one in made["machines"]:
-        alone = plan(f"--gpu {one['gpu']} --gpus 8")[1]
+        alone = answer(f"plan --gpu {one['gpu']} --gpus 8")
         assert (one["seq_len"], one["step_seconds"]) == (alone["longest_sequence"], alone["step_seconds"])
     assert reach["H200"] > reach["H100"] > reach["A100-40GB"]
     assert re.search(r"8 x H100 .* device *\n", shown)

@@ -128,7 +128,7 @@ def timed(seq_len, **options):
 
 
 def test_kernels_are_timed(tmp_path):
-    metrics = launch(timed(300, chunk=64), tmp_path, worker=time_kernels.__file__)["metrics"]
+    metrics = time_kernels.Bench(timed(300, chunk=64), tmp_path)()
     assert metrics["chosen"] == "cpu"
     cpu, flash = metrics["kernels"]["cpu"], metrics["kernels"]["flash"]
     for name in ("forward_tflops", "backward_tflops", "chunks_forward_tflops", "chunks_backward_tflops"):

@@ -18,6 +18,8 @@ from setuptools import find_namespace_packages
 
 from alstlib.runs import verify as command
 
+pytestmark = pytest.mark.usefixtures("server")
+
 
 @pytest.fixture(scope="module")
 def plain():

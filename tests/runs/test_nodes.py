@@ -15,6 +15,7 @@ import psutil
 import pytest
 import yaml
 from cases import ROOT, check_refused, lines_of, listening, living, make_file, reads_proc, values_of, wait_for
+from test_ablation import trained
 from test_launch import PATHS, hanging, in_thread, later, processes_of, result_of, start, with_gpus
 from test_repository import program, run
 
@@ -167,11 +168,11 @@ def test_options_can_be_variables(monkeypatch, capsys, alst, spec):
 
 
 @pytest.mark.launch
-def test_a_sweep_on_two_nodes_is_the_run_on_one(tmp_path, spec, alst):
+def test_a_sweep_on_two_nodes_is_the_run_on_one(ranks2, tmp_path, spec, alst):
     """To the bit. Real ranks; nothing of it is left."""
-    out = tmp_path / "two"
-    with mock.patch.dict(os.environ, {**PATHS, "CUDA_VISIBLE_DEVICES": ""}):  # the command sets some, too
-        one = launch.launch(cli.load_spec(spec).rows["alst"], tmp_path / "one")
+    out, one = tmp_path / "two", ranks2(trained, f"{tmp_path}/one", cli.load_spec(spec).rows["alst"])[0]
+    given = {**PATHS, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # as the ranks of the tests have it
+    with mock.patch.dict(os.environ, given):  # the command sets some, too
         alst(f"run {spec} --out {out} --nodes 2 --head 127.0.0.1 --launcher {shlex.quote(TWICE)}")
     two = result_of(out / "alst")
     for found in (one, two):

@@ -7,8 +7,8 @@ import subprocess
 import nbformat
 import pytest
 import yaml
-from cases import ROOT, check_refused, lines_of
-from test_launch import papermill, result_of
+from cases import check_refused, lines_of
+from test_launch import PATHS, papermill, result_of
 
 from alstlib.base.config import RunConfig, not_default, row_config, value_of
 from alstlib.runs.parameters import Parameters
@@ -93,15 +93,16 @@ def test_papermills_command_line_runs_it(tmp_path):
     output, out = tmp_path / "o.ipynb", tmp_path / "run"
     given = {"model.name": "tiny", "data.seq_len": 256, "options.chunk": 64, "options.tiles.mlp": 32, "optim.steps": 1}
     options = " ".join(f"-p {name} {value}" for name, value in {**given, "out": out}.items())
-    command = papermill(output, "--no-progress-bar", *options.split(), "-y", "limits: {timeout: 300}")
+    more = "{limits: {timeout: 300}, worker: fake_worker, config: {model.config: {fake: ok}}}"
+    command = papermill(output, "--no-progress-bar", *options.split(), "-y", more)
     env = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}  # a kernel reads it
-    env |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    env |= {**PATHS, "CUDA_VISIBLE_DEVICES": ""}
     ran = subprocess.run(command, env=env, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert "unknown parameter" not in ran.stderr
     assert "Unable to parse" not in ran.stderr  # papermill, of a line of the parameters cell
     assert "starting 2 ranks" in ran.stdout
-    assert re.search(r"step 1/1 .*\n", ran.stdout), "how far the run is, and not only which share of the cells is done"
+    assert re.search(r"step 2/2 .*\n", ran.stdout), "how far the run is, and not only which share of the cells is done"
     assert ran.stdout.splitlines()[-1] == "run  ok"
     result = result_of(out)
     said = RunConfig.from_dict(result["config"])

@@ -7,13 +7,13 @@ import needle
 import numpy as np
 import pytest
 from cases import run_with
+from test_ablation import trained
 from transformers import PreTrainedTokenizerFast
 
 from alstlib.base.config import RunConfig
 from alstlib.base.units import IGNORE
 from alstlib.data.samples import make_samples
 from alstlib.runs import results
-from alstlib.runs.launch import launch
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE, RESULTS = ROOT / "papermill_runs/needle/base", ROOT / "papermill_runs/results"
@@ -74,7 +74,7 @@ def test_a_run_has_a_text_for_each_of_its_samples():
     assert sizes.sum() >= 40 * 2048
 
 
-def test_a_run_says_what_was_answered_before_and_after(tmp_path):
+def test_a_run_says_what_was_answered_before_and_after(ranks2, tmp_path):
     """The committed base answers texts of its own length, on two ranks that share them."""
     run = run_with(f"""
     model.name: {BASE}
@@ -85,8 +85,7 @@ def test_a_run_says_what_was_answered_before_and_after(tmp_path):
     optim.learning_rate: 0
     limits.timeout: 200
     """, {})  # fmt: skip
-    metrics = launch(run, tmp_path, worker=str(ROOT / "notebooks/needle.py"))["metrics"]
-    found = metrics["needle"]
+    found = ranks2(trained, str(tmp_path), run, 0, 0, needle.NeedleRun)[0]["metrics"]["needle"]
     assert found["before"] == found["after"]
     assert [one["length"] for one in found["after"]] == [1024, 2048]
     for one in found["after"]:

@@ -199,11 +199,12 @@ def checked(rank, world, task, folder, *args):
     return made, sorted(names), sum(path.stat().st_size for path in files), sum(pinned)
 
 
-@pytest.mark.parametrize("weights", [False, True])
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compiled, weights", [
+    (False, False), (False, True), pytest.param(True, True, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_states_and_weights_in_files(ranks2, tmp_path, compiled, weights):
     """They train as on the host, but that a norm is summed by groups, and a run goes on from there to a host and from a
-    host to there."""
+    host to there. DeepSpeed's own operator has both to do at once."""
     if compiled and not OPERATOR().is_compatible():
         pytest.skip("DeepSpeed's async_io cannot be compiled: libaio's headers are not installed")
     if compiled:
