@@ -14,15 +14,19 @@ from alstlib.planner.step_time import (
     attention_flops,
     attention_passes,
     attention_rates,
+    disk_seconds,
     exchange_bytes,
     linear_flops,
     made_again,
+    mlp_again,
     products_of_backward,
     trained,
     zero_seconds,
 )
 
-COMPUTE, EXCHANGE, COPIES, STATES = "computing", "exchange", "copies to and from the host", "weights and gradients"
+COMPUTE, EXCHANGE, COPIES, STATES, DISK = (
+    "computing", "exchange", "copies to and from the host", "weights and gradients", "disk",
+)  # fmt: skip
 """Lanes of `layer_spans`."""
 
 
@@ -44,11 +48,12 @@ def layer_spans(
     shape: Shape, run: RunConfig, machine: Machine, ranks: int, seq_len: int, found: Activations, preset: str = "ours"
 ) -> dict[str, list[Span]]:
     """The parts of `step_seconds` for one of many layers, in `forward` and in `backward` (with its recompute, and where
-    one input in k is kept with the layer's share of the forwards that make the others).
+    one input in k is kept with the layer's share of the forwards that make the others). Of a sample in blocks: all
+    blocks together, and in `forward` what runs for the blocks after it too.
 
-    Computing and the exchange take turns. Copies to the host, and ZeRO's traffic, begin with the pass and run beside
-    it: what has not ended with the computing is waited for. The layer's attention output is kept if most layers' are.
-    With `offload="sync"` copies come first, and computing waits.
+    Computing and the exchange take turns. Copies to the host, ZeRO's traffic and a disk's begin with the pass and run
+    beside it: what has not ended with the computing is waited for. The layer's attention output is kept if most
+    layers' are. With `offload="sync"` copies come first, and computing waits.
     """
     kept, rates = round(found.attention_kept) if run.options.checkpoint else 0, machine.rates
     linear = linear_flops(shape, seq_len * run.data.batch_size)
@@ -64,16 +69,17 @@ def layer_spans(
     unit = one_pass / (2 * query + 2 * kv) / network / shape.layers
     row_sums = 4 / (shape.head_dim * element_bytes(run, "cuda")) * query
 
-    there = [
+    mixing = [
         (COMPUTE, "queries, keys, values", first), (EXCHANGE, "to heads", unit * (query + 2 * kv)),
         (COMPUTE, "attention", core / forward), (EXCHANGE, "to rows", unit * query),
-        (COMPUTE, "output projection", last), (COMPUTE, "MLP", mlp),
+        (COMPUTE, "output projection", last),
     ]  # fmt: skip
+    there = [(lane, what, (1 + found.twice) * seconds) for lane, what, seconds in [*mixing, (COMPUTE, "MLP", mlp)]]
     back: list[tuple[str, str, float]] = []
     if run.options.checkpoint and kept:
-        back = [(COMPUTE, "projections again", projections), (COMPUTE, "MLP again", mlp)]
+        back = [(COMPUTE, "projections again", projections)]
     elif run.options.checkpoint:
-        back = [(lane, f"{what} again" if lane == COMPUTE else what, seconds) for lane, what, seconds in there]
+        back = [(lane, f"{what} again" if lane == COMPUTE else what, seconds) for lane, what, seconds in mixing]
     remade = made_again(shape, found)
     served = attention_passes(run, remade, kept)[1]
     running = 1 - (served - kept)  # the share of recomputes that run attention, where its outputs are not kept at all
@@ -82,25 +88,29 @@ def layer_spans(
         for lane, what, seconds in back
     ]
     back = [
-        (lane, f"{what} for an input" if lane == COMPUTE else what, seconds * remade) for lane, what, seconds in back
+        (lane, f"{what} for an input" if lane == COMPUTE else what, seconds * remade)
+        for lane, what, seconds in [*back, (COMPUTE, "MLP again", mlp)]
     ] + recompute
     sent = query + served * (query + 2 * kv + row_sums)  # outputs' gradients; and what kept outputs did not need again
     times = products_of_backward(run)
     back += [
         (COMPUTE, "keys, values again", projections * (run.chunk is not None)),
-        (COMPUTE, "MLP's tiles again", mlp * (preset == "paper" and bool(run.options.tile("mlp")))),
+        (COMPUTE, "MLP again", mlp * mlp_again(shape, run, preset)),
         (COMPUTE, "MLP, backward", times * mlp), (COMPUTE, "output projection, backward", times * last),
         (EXCHANGE, "to heads", unit * sent), (COMPUTE, "attention, backward", 2.5 * core / backward),
         (EXCHANGE, "to rows", unit * (query + 2 * kv)), (COMPUTE, "queries, keys, values, backward", times * first),
     ]  # fmt: skip
     copy = found.copied / 2 / shape.layers / rates.host
     of_layer = shape.layer_parameters / shape.parameters / run.optim.accumulation
-    states = zero_seconds(shape, run, machine, remade) * of_layer
-    gathers = 2 + remade + trained(shape, run) / shape.parameters  # forward gathers once, backward gathers and reduces
-    gathered = states / gathers if run.engine.zero_stage == 3 else 0.0
+    more = remade + found.twice
+    states = zero_seconds(shape, run, machine, more) * found.blocks * of_layer
+    gathers = 2 + more + trained(shape, run) / shape.parameters  # of these, a forward's; backward gathers and reduces
+    gathered = (1 + found.twice) * states / gathers if run.engine.zero_stage == 3 else 0.0
+    later = states - gathered
+    away, home, _ = (s / shape.layers / run.optim.accumulation for s in disk_seconds(shape, run, machine, found))
     beside = {
-        "forward": [(COPIES, "kept for backward", copy), (STATES, "gather", gathered)],
-        "backward": [(COPIES, "brought back", copy), (STATES, "gather, reduce", states - gathered)],
+        "forward": [(COPIES, "kept for backward", copy), (STATES, "gather", gathered), (DISK, "written", away)],
+        "backward": [(COPIES, "brought back", copy), (STATES, "gather, reduce", later), (DISK, "read", home)],
     }
     wait = copy if run.options.offload == "sync" else 0.0
     return {

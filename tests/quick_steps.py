@@ -76,7 +76,7 @@ def quick(request, monkeypatch):
     ask, known = fits._ask, fits._known
 
     def answer(what, asked):
-        return step(asked["question"], asked["tokens"]) if what == "span" else ask(what, asked)
+        return step(asked, asked["tokens"]) if what == "span" else ask(what, asked)
 
     found = {}
     monkeypatch.setattr(fits, "_ask", answer)

@@ -60,6 +60,7 @@ options.tiles.mlp: 1.5           -> 'mlp': 1.5
 options.tiles.mpl: 1             -> must be True, False or a tile of at least 1 token, or a mapping of 'mlp', 'loss'
 options.checkpoint: perhaps      -> options.checkpoint='perhaps' must be True or False
 options.host_memory: -1 -> options.host_memory=-1 must be a whole number of at least 1, such as 80GB
+{options.offload: true, options.disk: {1: 2}} -> unknown field of Disk '1'; known: folder, bytes
 options.chunk: 2.5               -> options.chunk=2.5 must be a whole number of at least 1
 options.chunk: 0 -> options.chunk=0 must be a whole number of at least 1, such as 2048 or 3.7M, or 'auto'
 {options.checkpoint: false, options.chunk: 64} -> options.chunk=64 recomputes layers chunk by chunk

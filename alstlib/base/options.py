@@ -202,6 +202,8 @@ class Disk(Settings):
 
 
 def _disk(value: Any) -> Any:
+    if isinstance(value, Mapping):  # pydantic takes its keys for names
+        check_names(value, Disk.model_fields, Disk.called())
     return {"folder": value} if isinstance(value, (str, os.PathLike)) else value
 
 

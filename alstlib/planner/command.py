@@ -7,7 +7,7 @@ import argparse
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -132,54 +132,43 @@ class Request:
     seq_len: int | None
     terms: dict[str, Any]
     """Fields of `Overheads` that were given."""
+    given: dict[str, Any]
+    """Fields of `Machine` that were given."""
 
     def question(self, rates: Rates, gpus: int) -> Question:
         """The question about so many of one kind of GPU."""
         args, measured, assumed = self.args, self.measured, dict[str, str]()
         usual = measured or Machine(per_node=rates.node_gpus, gpu_memory=int(rates.usable) or None, rates=rates)
-        host, terms = usual.host_memory, self.terms
-        if args.host_memory:  # which holds the processes too, and what was measured as free does not
-            host, terms = parse_quantity(args.host_memory, "host-memory"), {"process": Overheads().process, **terms}
-        machine = replace(
-            usual, gpus=gpus, per_node=usual.per_node if args.gpus_per_node is None else args.gpus_per_node,
-            gpu_memory=label_bytes(args.gpu_memory) if args.gpu_memory else usual.gpu_memory, host_memory=host,
-            overheads=replace(usual.overheads, **terms),
-        )  # fmt: skip
+        machine = replace(usual, gpus=gpus, overheads=replace(usual.overheads, **self.terms), **self.given)
         if args.gpus is None and self.gpus is not None and not measured:
             assumed["--gpus"] = f"{gpus} GPUs"
         if not args.gpu and not measured and len(self.rates) == 1:
             assumed["--gpu"] = f"the speed of {rates.name}" if args.gpu_memory else rates.name
-        if host is None and rates.node_host:
+        if machine.host_memory is None and rates.node_host:
             ranks = machine.ranks_of_node
-            host = ranks * rates.node_host
-            assumed["--host-memory"] = f"{host / 1e9:,.0f} GB on each node, as clouds have with {ranks} x {rates.name}"
-            machine = replace(machine, host_memory=host)
-        machine = replace(
-            machine, disk=parse_quantity(args.disk, "disk") if args.disk else None,
-            disk_life=parse_quantity(args.disk_life, "disk-life") if args.disk_life else None,
-        )  # fmt: skip
-        if args.disk_rate:
-            rate = parse_quantity(args.disk_rate.removesuffix("/s"), "disk-rate")
-            if not rate:
-                raise ValueError(f"disk-rate={args.disk_rate!r} must be more than 0")
-            machine = replace(machine, disk_rate=float(rate))
+            machine = replace(machine, host_memory=ranks * rates.node_host)
+            told = f"{ranks * rates.node_host / 1e9:,.0f} GB on each node"
+            assumed["--host-memory"] = f"{told}, as clouds have with {ranks} x {rates.name}"
         run = with_degree(self.shape, self.run, machine, args.preset)
-        ranks = run.engine.sp or gpus
-        if self.seq_len is not None and self.seq_len < ranks:
-            raise ValueError(f"seq-len={self.seq_len} must be at least {ranks}: one token for each rank")
-        images, memory = self.shape.images, machine.gpu_memory
-        if images and self.seq_len is not None and self.seq_len < images.tokens:
-            raise ValueError(f"seq-len={self.seq_len} must be at least {images.tokens}: the tokens of its images")
+        ranks, images = run.engine.sp or gpus, self.shape.images
+        shortest = {ranks: "one token for each rank", images.tokens if images else 0: "the tokens of its images"}
+        for least, why in shortest.items():
+            if self.seq_len is not None and self.seq_len < least:
+                raise ValueError(f"seq-len={self.seq_len} must be at least {least}: {why}")
+
+        def there(nbytes: int | None, text: str) -> str:
+            return f"{text}: {nbytes / GIB:,.0f} GiB on each node" if nbytes else "no limit"
+
         named = args.gpu_memory or (f"measured in {args.machine}" if measured else rates.name)
+        memory = machine.gpu_memory
         understood = {
             "gpu_memory": f"{named}: {memory / GIB:.1f} GiB that PyTorch finds on a GPU" if memory else "no limit",
-            "host_memory": f"{args.host_memory or ('free as measured' if measured else 'assumed')}: "
-            f"{host / GIB:,.0f} GiB on each node" if host else "no limit",
-        }  # fmt: skip
+            "host_memory": there(
+                machine.host_memory, args.host_memory or ("free as measured" if measured else "assumed")
+            ),
+        }
         if machine.disk is not None or self.run.engine.nvme_path:
-            rate_text = f"{machine.disk_rate / 1e9:.3g} GB/s"
-            room = "no limit" if machine.disk is None else f"{args.disk}: {machine.disk / GIB:,.0f} GiB on each node"
-            understood["disk"] = f"{room}, {rate_text}"
+            understood["disk"] = f"{there(machine.disk, args.disk)}, {machine.disk_rate / 1e9:.3g} GB/s"
         if self.seq_len:
             understood["seq_len"] = f"{args.seq_len}: {self.seq_len:,} tokens"
         if images:
@@ -213,13 +202,13 @@ def read(args: argparse.Namespace) -> Request:
     rates = [measured.rates] if measured else [rates_of(name) for name in names or (GPUS if every else ["H100"])]
     if len(rates) > 1 and (args.gpu_memory or args.tree):
         raise ValueError("--gpu-memory and --tree are about one kind of GPU: name one with --gpu")
-    terms: dict[str, Any] = {
-        n: parse_quantity(v, n) for n in ("context", "nccl", "process") if (v := getattr(args, n)) is not None
-    }
+    terms = quantities(args, "context", "nccl", "process")
     if args.fragmentation is not None:
         if not 0 <= args.fragmentation < 1:
             raise ValueError(f"fragmentation={args.fragmentation} must be a share of at least 0 and below 1")
         terms["fragmentation"] = args.fragmentation
+    if args.host_memory:  # which holds the processes too, and what was measured as free does not
+        terms = {"process": Overheads().process, **terms}
     if args.images < 0 or (args.image_size and not args.images):
         raise ValueError(f"images={args.images} must be at least {0 if args.images < 0 else 1}")
     if args.images and (args.tree or args.preset != "ours"):
@@ -230,7 +219,24 @@ def read(args: argparse.Namespace) -> Request:
         args.model, run.model.config, trust_remote_code=run.model.trust_remote_code, images=args.images,
         image_size=size_of(args.image_size) if args.image_size else None,
     )  # fmt: skip
-    return Request(args, shape, run, tuple(rates), measured, gpus, wanted, terms)
+    return Request(args, shape, run, tuple(rates), measured, gpus, wanted, terms, machine_fields(args))
+
+
+def machine_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """Fields of `Machine` that the options give."""
+    given = quantities(args, "host_memory", "disk", "disk_life")
+    if args.gpu_memory:
+        given["gpu_memory"] = label_bytes(args.gpu_memory)
+    if args.gpus_per_node is not None:
+        given["per_node"] = args.gpus_per_node
+    if args.disk_rate:
+        given["disk_rate"] = parse_quantity(args.disk_rate.removesuffix("/s"), "disk-rate")
+    return given
+
+
+def quantities(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Those of these options that were given, as numbers."""
+    return {n: parse_quantity(v, n.replace("_", "-")) for n in names if (v := getattr(args, n)) is not None}
 
 
 def command(args: argparse.Namespace) -> int:
@@ -244,14 +250,17 @@ def command(args: argparse.Namespace) -> int:
     say("looking for the longest sequence that fits")
     best = question.longest()
     found = best if wanted is None else question.at(wanted)
-    if args.json:
-        with known_only(PATIENCE) as missed:
-            made = as_json(question, best, found)
-        print(json.dumps({**made, "notes": [LATE] * bool(missed) + made["notes"]}, indent=2))
-    else:
-        for shown in describe(question, best, found):
-            console().print(shown)
+    tell(args, lambda: as_json(question, best, found), describe(question, best, found))
     return 0 if found is not None and found.fits else 1
+
+
+def tell(args: argparse.Namespace, made: Callable[[], dict[str, Any]], lines: Iterable[Any]) -> None:
+    """Print an answer as it is computed: JSON, or lines and tables."""
+    if args.json:
+        print(json.dumps(made(), indent=2))
+        return
+    for shown in lines:
+        console().print(shown)
 
 
 def tree(request: Request) -> int:
@@ -263,14 +272,10 @@ def tree(request: Request) -> int:
     question = request.question(request.rates[0], request.gpus)
     found, counts = cost(question, args.tree)
     alone, each = cost(question, f"{counts['leaves']}x{found.seq_len}")
-    if args.json:
-        made = {**found.to_dict(), **counts, "one_by_one": {**alone.to_dict(), **each}}
-        print(json.dumps({"mode": "predicted", **made}, indent=2))
-        return 0 if found.fits else 1
+    made = {"mode": "predicted", **found.to_dict(), **counts, "one_by_one": {**alone.to_dict(), **each}}
     then = f"one by one {format_seconds(alone.seconds['step'])}, {each['tokens']:,} tokens"
     speed = f"{counts['tokens']:,} tokens; {then}"
-    for shown in (*introduce(question), table(found, question.machine, speed)):
-        console().print(shown)
+    tell(args, lambda: made, (*introduce(question), table(found, question.machine, speed)))
     return 0 if found.fits else 1
 
 
@@ -301,37 +306,18 @@ def as_json(question: Question, best: Prediction | None, found: Prediction | Non
         "preset": question.preset,
         "model": {"name": shape.name, "family": shape.family, "parameters": shape.parameters,
                   "trained_length": trained_length(run)},
-        "notes": question.notes(found.seq_len),
         "gpus": machine.gpus, "nodes": machine.nodes, "sp": question.ranks,
         "understood": question.understood, "assumed": question.assumed,
         "longest_sequence": best.seq_len if best else 0,
         "longest_step_seconds": best.seconds["step"] if best else None, **speeds(question, found),
     }  # fmt: skip
     made["limit"] = (question.beyond(best) if found.fits else found).reason
-    made["help"] = [_reach(one) for one in question.advice()]
-    made["ways"] = [
-        {**_reach(w), "limit": w.limit, "seq_len": w.at.seq_len if w.at else None, "waits_for_link": w.link}
-        for w in question.ways(found.seq_len if best else None)
-    ]
-    made["works_with"] = [] if found.fits else [
-        {
-            "what": one.what, "changes": one.changes, "gpus": one.question.machine.gpus,
-            "nodes": one.question.machine.nodes, "host_memory": one.question.machine.host_memory,
-            "disk": one.question.machine.disk, "seq_len": one.found.seq_len, "step_seconds": one.found.seconds["step"],
-        }
-        for one in question.remedies(found.seq_len if best else None)
-    ]  # fmt: skip
-    made["options"] = not_default(run)
-    return made
-
-
-def _reach(one: Variant) -> dict[str, Any]:
-    """How far a question with other settings reaches, and its steps: at that length, and at the one that was asked."""
-    return {
-        "what": one.what, "changes": one.changes, "longest_sequence": one.longest,
-        "longest_step_seconds": one.best.seconds["step"] if one.best else None,
-        "step_seconds": one.at.seconds["step"] if one.at else None,
-    }  # fmt: skip
+    length = found.seq_len if best else None
+    with known_only(PATIENCE) as missed:
+        made["help"] = [one.to_dict() for one in question.advice()]
+        made["ways"] = [{**w.to_dict(), "limit": w.limit, "waits_for_link": w.link} for w in question.ways(length)]
+        made["works_with"] = [] if found.fits else [one.to_dict() for one in question.remedies(length)]
+    return {**made, "notes": [LATE] * bool(missed) + question.notes(found.seq_len), "options": not_default(run)}
 
 
 def speeds(question: Question, found: Prediction) -> dict[str, Any]:
@@ -376,23 +362,17 @@ def machines(request: Request) -> int:
     for rates in request.rates:
         say(f"looking at {rates.name}")
         answers.append(smallest(request, rates) if request.gpus is None else answer(request, rates, request.gpus))
-    if request.args.json:
-        shape = request.shape
-        made: dict[str, Any] = {
-            "mode": "predicted", "preset": request.args.preset, "seq_len": request.seq_len,
-            "model": {"name": shape.name, "family": shape.family, "parameters": shape.parameters},
-            "machines": [
-                {
-                    "gpu": one.question.machine.rates.name, "gpus": one.question.machine.gpus,
-                    "nodes": one.question.machine.nodes, "understood": one.question.understood,
-                    "assumed": one.question.assumed, "changes": one.changes, **speeds(one.question, one.found),
-                }
-                for one in answers
-            ],
-        }  # fmt: skip
-        print(json.dumps(made, indent=2))
-    else:
-        most = MOST if request.gpus is None else None
-        for shown in describe_machines(answers, request.seq_len, most):
-            console().print(shown)
+    shape, most = request.shape, MOST if request.gpus is None else None
+    made: dict[str, Any] = {
+        "mode": "predicted", "preset": request.args.preset, "seq_len": request.seq_len,
+        "model": {"name": shape.name, "family": shape.family, "parameters": shape.parameters},
+        "machines": [
+            {
+                **one.to_dict(), "gpu": one.question.machine.rates.name, "understood": one.question.understood,
+                "assumed": one.question.assumed, **speeds(one.question, one.found),
+            }
+            for one in answers
+        ],
+    }  # fmt: skip
+    tell(request.args, lambda: made, describe_machines(answers, request.seq_len, most))
     return 0 if any(one.found.fits for one in answers) else 1

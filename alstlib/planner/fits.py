@@ -108,7 +108,7 @@ class StepQuestion:
         return json.dumps(asked, sort_keys=True, default=str)
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "run": self.run.to_dict()}
+        return {**asdict(self), "run": not_default(self.run)}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> StepQuestion:
@@ -135,9 +135,8 @@ def lines_at(question: StepQuestion, tokens: int) -> Lines:
     """
     chunks = f", in chunks of {question.run.chunk:,} tokens" if question.run.chunk else ""
     found = _once(
-        "span", question.text, lambda: {**question.to_dict(), "run": not_default(question.run)},
-        f"simulating steps of {question.run.model.name}, sp={question.ranks}{chunks}",
-        lambda: {"question": question.to_dict(), "tokens": tokens}, lambda one: one["from"] <= tokens <= one["to"],
+        "span", question.text, f"simulating steps of {question.run.model.name}, sp={question.ranks}{chunks}",
+        question.to_dict, lambda one: one["from"] <= tokens <= one["to"], tokens=tokens,
     )  # fmt: skip
     return Lines([Moment(*moment) for moment in found["moments"]], tuple(found["host"]))
 
@@ -148,7 +147,7 @@ def facts_of(name: str, overrides: Mapping[str, Any], trust_remote_code: bool, i
     read = ["images"] * images
     text = json.dumps(["facts", config, name if trust_remote_code else "", *read], sort_keys=True, default=str)
     asked = {"name": name, "overrides": dict(overrides), "trust": trust_remote_code, "images": images}
-    return _once("facts", text, lambda: asked, f"reading the sizes of {name}")
+    return _once("facts", text, f"reading the sizes of {name}", lambda: asked)
 
 
 def tower_of(run: RunConfig, device: str, size: Sequence[int] | None) -> dict[str, Any]:
@@ -167,25 +166,25 @@ def tower_of(run: RunConfig, device: str, size: Sequence[int] | None) -> dict[st
     question = StepQuestion(RunConfig(model=run.model, options=options), 1, device, images=True)
     text = json.dumps(["tower", question.text, size])
     said = f"simulating the vision tower of {run.model.name}"
-    return _once("tower", text, lambda: {"question": question.to_dict(), "size": size}, said)
+    return _once("tower", text, said, lambda: {**question.to_dict(), "size": size})
 
 
 def _once(
-    what: str, text: str, kept: Callable[[], Mapping[str, Any]], said: str,
-    asked: Callable[[], Mapping[str, Any]] | None = None, holds: Callable[[dict[str, Any]], bool] = lambda one: True,
+    what: str, text: str, said: str, asked: Callable[[], Mapping[str, Any]],
+    holds: Callable[[dict[str, Any]], bool] = lambda one: True, **about: int
 ) -> dict[str, Any]:  # fmt: skip
     """The first known answer that holds; where there is none, that of the simulator.
 
     Args:
-        kept: gives what the cache says of the question; called only where it is not answered, as is `asked`.
         said: what is shown meanwhile.
-        asked: gives what the simulator is asked; None: what is `kept`.
+        asked: gives the question as the cache keeps it; called only where it is not answered.
+        about: what else the simulator is told.
     """
     known = _known(text)
     if (found := next(filter(holds, known), None)) is None:
-        question = kept()
+        question = asked()
         with watched(said):
-            found = _ask(what, asked() if asked else question)
+            found = _ask(what, {**question, **about})
         known.append(found)
         _keep(text, {what: question, "found": known})
     return found

@@ -67,6 +67,8 @@ class Machine:
     def __post_init__(self) -> None:
         if self.gpus < 1 or self.per_node < 1:
             raise ValueError(f"gpus={self.gpus} and per_node={self.per_node} must be at least 1")
+        if self.disk_rate <= 0:
+            raise ValueError(f"disk-rate={self.disk_rate:g} must be more than 0")
 
     @property
     def nodes(self) -> int:

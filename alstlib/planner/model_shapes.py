@@ -6,18 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from alstlib.base.config import Model, RunConfig
 from alstlib.base.options import Options
 from alstlib.base.sizing import causal_pairs
-from alstlib.linear.ways import Sent, StateLayer
+from alstlib.linear.ways import StateLayer
 from alstlib.planner.fits import facts_of, tower_of
 from alstlib.planner.state_ways import forward_flops
 
 NOT_PLANNED = (
     "modules_to_save", "target_parameters", "trainable_token_indices", "rank_pattern", "layers_to_transform",
-    "exclude_modules",
+    "exclude_modules", "use_dora", "bias", "layer_replication",
 )  # fmt: skip
-"""Fields of peft's LoraConfig that change how many parameters are trained."""
+"""Fields of peft's LoraConfig that change how many parameters are trained, or what their training takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,18 +135,25 @@ class Shape:
         return found
 
     def adapter_parameters(self, lora: Mapping[str, Any]) -> int:
-        """The number of parameters of LoRA adapters with these fields of peft's LoraConfig; all linear modules of the
-        layers where it names none.
+        """The number of parameters of LoRA adapters with these fields of peft's LoraConfig."""
+        return int(lora.get("r", 8)) * sum(self.linear[name] for name in self.adapted(lora))
+
+    def adapted(self, lora: Mapping[str, Any]) -> set[str]:
+        """Names of the linear modules that have LoRA adapters: all of the layers where the fields name none.
 
         Raises:
             ValueError: fields by which other modules are trained, or modules in part.
         """
-        targets = lora.get("target_modules") or "all-linear"
-        named = {*self.linear} if targets == "all-linear" else {targets} if isinstance(targets, str) else {*targets}
-        if other := [name for name in NOT_PLANNED if lora.get(name)] + sorted(named - {*self.linear}):
-            known = ", ".join(self.linear)
+        known, targets = ", ".join(self.linear), lora.get("target_modules") or "all-linear"
+        names = [*self.linear] if targets == "all-linear" else [targets] if isinstance(targets, str) else targets
+        if not isinstance(names, list | tuple | set) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"model.lora: target_modules={targets!r} must be names of linear modules, of {known}")
+        named = {*names}
+        # "none" is peft's default of `bias`
+        fields = [name for name in NOT_PLANNED if lora.get(name) and lora[name] != "none"]
+        if other := fields + sorted(named - {*self.linear}):
             raise ValueError(f"model.lora with {other[0]!r} is not planned: give r and target_modules of {known}")
-        return int(lora.get("r", 8)) * sum(self.linear[name] for name in named)
+        return named
 
     def pairs(self, seq_len: int, share: float = 1.0) -> float:
         """Pairs of a query and a key that attention computes in a sample, all layers: this share of a causal half, or
@@ -176,10 +185,8 @@ def read_shape(
             count=images, asked=image_size, size=tuple(one["size"]), each=one["tokens"], products=one["products"],
             attention=one["attention"],
         )  # fmt: skip
-    if found := fields["recurrence"]:
-        layer = found["layer"]
-        if layer:
-            inputs = tuple(Sent(*sent) for sent in layer["inputs"])
-            layer = {**layer, "inputs": inputs, "output": Sent(*layer["output"])}
-        found = Recurrence(**{**found, "layer": layer and StateLayer(**layer)})
-    return Shape(**{**fields, "name": name, "recurrence": found}, images=of_images)
+    return SHAPES.validate_python({**fields, "name": name, "images": of_images})
+
+
+SHAPES = TypeAdapter(Shape)
+"""Makes a shape of what JSON has."""

@@ -52,11 +52,7 @@ class Loading:
 
     @property
     def sides(self) -> tuple[Side, Side]:
-        return ("device", self.device, self.device_limit), ("host", self.host, self.host_limit)
-
-    def beyond(self, times: float = 1.0) -> str:
-        """Which of the two is more than `times` times its limit: `device`, `host`, or an empty string."""
-        return (first_beyond(self.sides, times) or ("",))[0]
+        return ("loading: device", self.device, self.device_limit), ("loading: host", self.host, self.host_limit)
 
     @property
     def why(self) -> str:
@@ -64,7 +60,7 @@ class Loading:
         if (over := first_beyond(self.sides)) is None:
             return ""
         where, needs, has = over
-        whose = "a device's" if where == "device" else "the first node's host"
+        whose = "a device's" if where.endswith("device") else "the first node's host"
         return f"loading the model would take {format_bytes(needs)} of {whose} memory, and {format_bytes(has)} is there"
 
 
@@ -115,10 +111,7 @@ class Prediction:
     def limit(self) -> str:
         """What this length goes beyond: `device`, `host` or `disk` in a step, `loading: device` or `loading: host`
         before the first, or nothing."""
-        if over := first_beyond(reversed(self.sides)):
-            return over[0]
-        where = self.loading.beyond()
-        return f"loading: {where}" if where else ""
+        return (first_beyond([*reversed(self.sides), *self.loading.sides]) or ("",))[0]
 
     @property
     def fits(self) -> bool:
@@ -143,7 +136,7 @@ class Prediction:
     @property
     def shortfall(self) -> int:
         """Bytes that are missing in a step and while the model is loaded."""
-        return sum([*self.missing.values(), *missing(self.loading.sides).values()])
+        return sum(missing([*self.sides, *self.loading.sides]).values())
 
     def to_dict(self) -> dict[str, Any]:
         """For programs: bytes of one rank, tokens, seconds."""

@@ -104,7 +104,7 @@ def why_not(run: RunConfig, nodes: int, gpus: int) -> str | None:
             f"{found.seq_len:,} tokens would take {format_bytes(needs)} of {named(where)} a rank, and {what} "
             f"{format_bytes(has)} (predicted, largest parts: {largest(found, where, question.machine)})"
         )
-    elif found.loading.beyond(CERTAIN):
+    elif first_beyond(found.loading.sides, CERTAIN):
         text = f"{found.loading.why} (predicted)"
     else:
         return None

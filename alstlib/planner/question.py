@@ -335,6 +335,16 @@ class Variant:
         """What stops a longer sequence: the device's memory or the host's."""
         return self.question.beyond(self.best).reason if self.best else ""
 
+    def to_dict(self) -> dict[str, Any]:
+        """For programs: how far it reaches, and its steps: at that length, and at the one that was asked about."""
+        machine, best, at = self.question.machine, self.best, self.at
+        return {
+            "what": self.what, "changes": self.changes, "gpus": machine.gpus, "nodes": machine.nodes,
+            "host_memory": machine.host_memory, "disk": machine.disk, "longest_sequence": self.longest,
+            "longest_step_seconds": best.seconds["step"] if best else None, "seq_len": at.seq_len if at else None,
+            "step_seconds": at.seconds["step"] if at else None,
+        }  # fmt: skip
+
     @property
     def link(self) -> bool:
         """Whether the link to the host holds a step up at that length."""

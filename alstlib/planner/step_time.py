@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from alstlib.base.config import RunConfig
+from alstlib.base.sizing import tile_for
 from alstlib.planner.activations import FLASH_2, Activations
 from alstlib.planner.fits import element_bytes
 from alstlib.planner.gpus import Rates
@@ -89,62 +90,98 @@ def step_seconds(
 ) -> dict[str, float]:
     """Seconds of one optimizer step over one sample on each replica, by part; `step` is the time that passes.
 
-    Layers run forward, again for their backward unless everything is kept, and backward: twice a forward, or once where
-    an adapter is trained, because frozen weights have no gradients (the adapter's own products are left out). Where one
-    input in k is kept, the layers of the others run forward once more. `attention_passes` says how often attention
-    does, and its backward is 2.5 forwards. The exchange is waited for. ZeRO's traffic and asynchronous offload hide
-    behind the computing, as far as that lasts. So do a disk's reads and writes, all together: of checkpoints, of
-    weights in files, and of gradients that backward writes to them. The optimizer's step on files hides nothing:
-    DeepSpeed reads a group, steps on it, and writes it, one after the other. A vision tower runs like the layers; ranks
-    wait for the one that has the most images.
+    `passes` says how often matrix products run, `attention_passes` how often attention does, whose backward is 2.5
+    forwards. The exchange is waited for. ZeRO's traffic and asynchronous offload hide behind the computing, as far as
+    that lasts. So do a disk's reads and writes, all together: of checkpoints, of weights in files, and of gradients
+    that backward writes to them. The optimizer's step on files hides nothing: DeepSpeed reads a group, steps on it, and
+    writes it, one after the other. A vision tower runs like the layers; ranks wait for the one with the most images.
     """
-    element, rates = element_bytes(run, "cuda"), machine.rates
-    again = 1.0 if run.options.checkpoint else 0.0
+    element, rates, times = element_bytes(run, "cuda"), machine.rates, run.optim.accumulation
     forward, backward = attention_rates(shape, found, rates)
     linear = linear_flops(shape, seq_len * run.data.batch_size)
     attention = attention_flops(shape, seq_len, found.attention_share) * run.data.batch_size
-    first = found.twice
-    once = 1 + products_of_backward(run)
-    keys_again = float(run.chunk is not None)  # keys and values are made again before backward
-    tiles_again = float(preset == "paper" and bool(run.options.tile("mlp")))  # its tiles run again in backward
-    remade, kept = made_again(shape, found), found.attention_kept
-    passes = {
-        "projections": once + again + remade + first + keys_again,
-        "mlp": once + again + remade + first + tiles_again, "head": once + first,
-    }  # fmt: skip
-    matmul = sum(linear[name] * times for name, times in passes.items()) / rates.matmul / ranks
-    forwards, served = attention_passes(run, remade, kept)
+    matmul = sum(linear[name] * n for name, n in passes(shape, run, found, preset).items()) / rates.matmul / ranks
+    remade, first = made_again(shape, found), found.twice
+    forwards, served = attention_passes(run, remade, found.attention_kept)
     core = attention * ((forwards - served + first) / forward + 2.5 / backward) / ranks
     network = rates.link if ranks <= machine.per_node else rates.network
-    wire = exchange_bytes(shape, ranks, seq_len * run.data.batch_size, element, forwards, served)
-    exchange = wire / network
+    wire = exchange_bytes(shape, ranks, seq_len * run.data.batch_size, element, forwards + first, served)
+    exchange, of_layer = wire / network, 1.0 + run.options.checkpoint + first
     if shape.recurrence is not None:
-        sent, recurrence = states_seconds(shape.recurrence, run, machine, ranks, seq_len, 1 + again + remade + first)
+        sent, recurrence = states_seconds(shape.recurrence, run, machine, ranks, seq_len, of_layer + remade)
         exchange, core = exchange + sent, core + recurrence
     if (images := shape.images) is not None:
         of_rank = images.of_rank(ranks, run.data.batch_size)
-        matmul += of_rank * images.products * (once + again + first) / rates.matmul
-        core += of_rank * images.attention * ((1 + again + first) / forward + 2.5 / backward)
+        matmul += of_rank * images.products * (of_layer + products_of_backward(run)) / rates.matmul
+        core += of_rank * images.attention * (of_layer / forward + 2.5 / backward)
         exchange += 2 * of_rank * images.each * shape.width * element * (ranks - 1) / ranks / network
-    times = run.optim.accumulation
     made = {"matrix products": matmul * times, "attention": core * times, "exchange": exchange * times}
     computing, offload = (matmul + core) * times, found.copied / rates.host * times
     waited = max(0.0, zero_seconds(shape, run, machine, remade + first) * found.blocks - computing)
     if run.options.offload:
         waited += offload if run.options.offload == "sync" else max(0.0, offload - computing)
-    shard = trained(shape, run) / (machine.gpus if run.engine.zero_stage else 1)
-    away, disk = run.engine.offload_optimizer and run.engine.zero_stage, machine.disk_rate / machine.ranks_of_node
-    filed, paged = (where == "nvme" for where in (run.engine.offload_optimizer, run.engine.offload_params))
-    if found.disk or filed or paged:  # forward writes checkpoints, backward reads them and writes gradients
-        ahead = (sum(linear.values()) / rates.matmul + attention / forward) / ranks * times
-        weights = 0 if run.model.bits else paged * element * shape.parameters / machine.gpus * found.blocks * times
-        out, back = found.disk * times + weights, found.disk * times + (1 + remade + first) * weights
-        back += 4 * shard * filed
-        waited += max(0.0, out / disk - ahead) + max(0.0, back / disk - computing + ahead)
+    before = (sum(linear.values()) / rates.matmul + attention / forward) / ranks * times
+    out, back, on_files = disk_seconds(shape, run, machine, found)
+    waited += max(0.0, out - before) + max(0.0, back - computing + before)
     made["waiting for memory and network"] = waited
-    made["optimizer"] = ADAM_BYTES * shard / (rates.host_memory if away else DEVICE_MEMORY)
-    made["optimizer"] += (ADAM_BYTES * filed + element * paged) * shard / disk
+    memory = rates.host_memory if run.engine.offload_optimizer and run.engine.zero_stage else DEVICE_MEMORY
+    made["optimizer"] = ADAM_BYTES * shard(shape, run, machine) / memory + on_files
     return {"step": sum(made.values()), **made}
+
+
+def passes(shape: Shape, run: RunConfig, found: Activations, preset: str = "ours") -> dict[str, float]:
+    """How often the matrix products of a step run, each time with the work of a forward: `projections`, those of the
+    `mlp`, and the `head`.
+
+    Layers run forward, again for their backward unless everything is kept, and backward: twice a forward, or once where
+    an adapter is trained, because frozen weights have no gradients (the adapter's own products are left out). Where one
+    input in k is kept, the layers of the others run forward once more; so does a block for the blocks after it. Layers
+    in chunks make keys and values again before their backward.
+    """
+    once, more = 1 + found.twice + products_of_backward(run), made_again(shape, found)
+    return {
+        "projections": once + more + run.options.checkpoint + (run.chunk is not None),
+        "mlp": once + more + mlp_again(shape, run, preset), "head": once,
+    }  # fmt: skip
+
+
+def mlp_again(shape: Shape, run: RunConfig, preset: str = "ours") -> float:
+    """Forwards of an MLP that its backward takes: a checkpoint's recompute, or its tiles'.
+
+    Tiles run again for their gradients, and a checkpoint of ours leaves the MLP out then; that of the `paper` runs
+    both. Ours leave out the last product of an MLP of linear modules (`tiled.last_product`), one of its two or three:
+    not of experts, beside an adapter, in chunks that are no longer than a tile, and for a norm that follows (Gemma 2),
+    which is not told here. It is the last linear module of a layer.
+    """
+    tile = run.options.tile("mlp")
+    if preset == "paper" or not tile:
+        return float(run.options.checkpoint) + bool(tile)
+    size = tile_for(max(shape.mlp, shape.width), element_bytes(run, "cuda"), "cuda") if tile is True else tile
+    if run.chunk is not None and run.chunk <= size:
+        return 1.0
+    products = shape.mlp_of_token / max(1, shape.layers * shape.width * shape.mlp)
+    adapted = run.model.lora is not None and [*shape.linear][-1] in shape.adapted(run.model.lora)
+    return 1.0 if products not in (2, 3) or adapted else 1 - 1 / products
+
+
+def disk_seconds(shape: Shape, run: RunConfig, machine: Machine, found: Activations) -> tuple[float, float, float]:
+    """(in forwards, in backwards, in the optimizer's step): what a rank's share of its node's disk takes in a step to
+    write and to read checkpoints, to read weights in files, to write gradients to them, and to step on states there."""
+    filed, paged = (where == "nvme" for where in (run.engine.offload_optimizer, run.engine.offload_params))
+    element, times, own = element_bytes(run, "cuda"), run.optim.accumulation, shard(shape, run, machine)
+    weights = 0 if run.model.bits else paged * element * shape.parameters / machine.gpus * found.blocks
+    gathers = 1 + made_again(shape, found) + found.twice
+    moved = (
+        (found.disk + weights) * times, (found.disk + gathers * weights) * times + 4 * own * filed,
+        (ADAM_BYTES * filed + element * paged) * own,
+    )  # fmt: skip
+    out, back, step = (nbytes * machine.ranks_of_node / machine.disk_rate for nbytes in moved)
+    return out, back, step
+
+
+def shard(shape: Shape, run: RunConfig, machine: Machine) -> float:
+    """Parameters that a rank's optimizer steps on."""
+    return trained(shape, run) / (machine.gpus if run.engine.zero_stage else 1)
 
 
 BLOCKWISE = 64

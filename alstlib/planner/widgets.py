@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from alstlib.base.config import RunConfig
-from alstlib.base.units import GIB, format_seconds, format_tokens
+from alstlib.base.units import GIB, format_tokens
 from alstlib.figures import plots
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import Shape
 from alstlib.planner.model_states import BUCKETS, COPIES, GATHERED, GRADIENTS, OPTIMIZER, WEIGHTS
 from alstlib.planner.prediction import Prediction, longest, predict
+from alstlib.planner.rendering import as_text, limited_by, table, verdict
 
 
 def by_category(found: Prediction) -> dict[str, float]:
@@ -35,39 +36,10 @@ def grouped(parts: Mapping[str, float]) -> dict[str, float]:
     return made | {name: gib for name, gib in parts.items() if name not in inside}
 
 
-def memory_figure(shape: Shape, run: RunConfig, machine: Machine, lengths: Any, title: str = "") -> Any:
-    """Memory by category against the length."""
-    parts = {n: grouped(by_category(predict(shape, run, machine, n))) for n in lengths}
-    limit = None if machine.gpu_memory is None else machine.gpu_memory / GIB
-    return plots.stacked(parts, limit, title)
-
-
-FIRST = 1_000_000
-"""Tokens at which the slider begins."""
-
-
-def _verdict(found: Prediction) -> str:
-    rows = sorted(by_category(found).items(), key=lambda item: -item[1])
-    verdict = "fits" if found.fits else f"does not fit: {found.limit} memory"
-    return (
-        f"<b>{format_tokens(found.seq_len)} tokens: {verdict}</b>, {found.device_peak / GIB:.1f} GiB a GPU, a step "
-        f"takes {found.seconds['step']:,.0f} s" + html_table(("device", "GiB"), [(n, f"{gib:.2f}") for n, gib in rows])
-    )
-
-
-def explore(shape: Shape, run: RunConfig, machine: Machine, switches: Mapping[str, Any]) -> Any:
-    """A slider for the length and a checkbox for each of `switches`; the verdict and the memory by category follow.
-
-    `switches` has the changes of the run for a box that is empty, as `RunConfig.replace` takes them."""
-
-    def draw(tokens: int, **boxes: bool) -> str:
-        now = run
-        for name in (name for name, on in boxes.items() if not on):
-            now = now.replace(**switches[name])
-        return _verdict(predict(shape, now, machine, tokens))
-
-    lengths = [round(10 ** (4 + i / 50)) for i in range(201)]
-    return follow(draw, tokens=(lengths, FIRST), **dict.fromkeys(switches, ((True, False), True)))
+def told(found: Prediction, machine: Machine, said: str = "") -> str:
+    """A prediction as HTML: a sentence (None is given: whether it fits), and the table that `alst plan` prints."""
+    parts = html.escape(as_text(table(found, machine)))
+    return f"<b>{format_tokens(found.seq_len)} tokens: {said or verdict(found, machine)}</b><pre>{parts}</pre>"
 
 
 # A figure with its table, drawn anew by controls
@@ -96,7 +68,7 @@ def _coarse(found: Prediction) -> dict[str, float]:
 
 def wall(shape: Shape, run: RunConfig, machine: Machine, lengths: Sequence[int], title: str) -> tuple[Any, str]:
     """Memory by category against the length, up to a little over what a GPU has, with the longest sequence that fits
-    marked; and the table (HTML) of what a GPU holds there.
+    marked; and the table (HTML) of what it takes.
 
     Raises:
         ValueError: a machine with `gpu_memory=None`, which has no wall.
@@ -114,16 +86,8 @@ def wall(shape: Shape, run: RunConfig, machine: Machine, lengths: Sequence[int],
     figure = plots.stacked(parts, limit, title, top=1.25 * limit, mark=mark, end=lengths[-1])
     if found is None:
         return figure, "<p>No length fits: what does not depend on it is more than the device or the host has.</p>"
-    stops = predict(shape, run, machine, round(1.05 * found.seq_len)).limit
-    rows = [
-        ("longest sequence", f"{format_tokens(found.seq_len)} tokens"),
-        ("what stops it", f"{stops} memory"),
-        ("one step", f"{format_seconds(found.seconds['step'])}"),
-        ("host, one rank", f"{found.host_peak / GIB:.1f} GiB"),
-        ("device", f"{found.device_peak / GIB:.1f} GiB"),
-    ]
-    rows += [(f"of it {name}", f"{gib:.1f} GiB") for name, gib in grouped(by_category(found)).items()]
-    return figure, html_table(("predicted", ""), rows)
+    stops = limited_by(predict(shape, run, machine, round(1.05 * found.seq_len)))
+    return figure, told(found, machine, f"the longest sequence; {stops}")
 
 
 def follow(draw: Callable[..., Any], **controls: tuple[Sequence[Any], Any]) -> Any:

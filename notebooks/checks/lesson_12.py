@@ -107,7 +107,7 @@ def drawn(seed: int) -> Asked:
         host = pick.uniform(0.8, 0.99) * needed if pick.random() < 0.2 else enough
         machine = replace(machine, host_memory=round(host))
         at = predict(shape, run, machine, SHORTEST * gpus)
-        if not at.loading.beyond() and (at.fits or _states(shape, run, machine)):
+        if not at.loading.why and (at.fits or _states(shape, run, machine)):
             return shape, run, machine, trained
 
 

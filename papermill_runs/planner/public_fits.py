@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from alstlib.base.config import RunConfig
 from alstlib.hf.public_models import PUBLIC, SHAPES
 from alstlib.planner import fits
 
@@ -28,8 +27,7 @@ def again(entry: Mapping[str, Any]) -> dict[str, Any]:
     if asked := entry.get("facts"):
         found = [answer("facts", asked)]
     else:
-        question = {**entry["span"], "run": RunConfig.from_dict(entry["span"]["run"]).to_dict()}
-        found = [answer("span", {"question": question, "tokens": one["to"]}) for one in entry["found"]]
+        found = [answer("span", {**entry["span"], "tokens": one["to"]}) for one in entry["found"]]
     return {**entry, "found": found}
 
 

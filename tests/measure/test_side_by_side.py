@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from alstlib.planner.measure import deep
 from alstlib.planner.measure.deep import side_by_side
 
 
@@ -52,6 +53,21 @@ def test_what_a_call_raises_is_raised(at):
     with pytest.raises(ValueError, match="the model says no"):
         side_by_side("calls", calls)
     assert {*multiprocessing.active_children()} <= {*before}
+
+
+def test_forks_end_where_a_further_one_cannot_be_made(monkeypatch):
+    begin, made = deep._Fork.__init__, []
+
+    def second_fails(fork, share):
+        if made:
+            raise OSError("no process is left")
+        begin(fork, share)
+        made.append(fork.process)
+
+    monkeypatch.setattr(deep._Fork, "__init__", second_fails)
+    with pytest.raises(OSError, match="no process is left"):
+        side_by_side("calls", [partial(time.sleep, 60)] * 3)
+    assert not made[0].is_alive()
 
 
 def test_a_fork_does_not_outlive_its_process(tmp_path):

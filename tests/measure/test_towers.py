@@ -116,7 +116,7 @@ def test_sizes_are_those_of_the_processor():
 
 @pytest.mark.parametrize("name, size, said", [
     ("llava", (8, 12), "takes images of 8x8 only"), ("qwen2_vl", None, "say which with --image-size"),
-    ("mistral3", None, "a mask of all patches"), ("internvl", None, "only plans of llava, qwen2_vl, qwen2_5_vl"),
+    ("mistral3", None, "only plans of llava"), ("internvl", None, "only plans of llava, qwen2_vl, qwen2_5_vl"),
 ])  # fmt: skip
 def test_refused(name, size, said, tmp_path):
     with pytest.raises(ValueError, match=said):

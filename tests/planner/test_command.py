@@ -321,7 +321,12 @@ REFUSED = """
 --set engine.offload_optimizer=nvme -> nvme_path=None must be a folder on a local disk
 --set 'model.lora={r: 8, modules_to_save: [lm_head]}' -> model.lora with 'modules_to_save' is not planned
 --set 'model.lora={r: 8, target_modules: [q_proj, lm_head]}' -> 'lm_head' is not planned: give r
---disk 2TB --disk-rate 0 -> disk-rate='0' must be more than 0
+--set 'model.lora={r: 8, target_modules: 5}' -> target_modules=5 must be names of linear modules
+--set 'model.lora={r: 8, target_modules: [[q_proj]]}' -> must be names of linear modules
+--set 'model.lora={r: 8, use_dora: true}' -> model.lora with 'use_dora' is not planned
+--set 'model.lora={r: 8, bias: lora_only}' -> model.lora with 'bias' is not planned
+--set 'model.lora={r: 8, layer_replication: [[0, 16], [8, 32]]}' -> model.lora with 'layer_replication' is not planned
+--disk 2TB --disk-rate 0 -> disk-rate=0 must be more than 0
 --set engine.offload_params=nvme --set engine.nvme_path=/x --set model.dtype=fp32 -> on nvme needs bf16 or fp16
 --preset paper --gpus 24 --set engine.sp=24 -> preset 'paper' cannot share 32/8 heads over sp=24 ranks
 """

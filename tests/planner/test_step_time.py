@@ -3,23 +3,32 @@
 import itertools
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
-from layer_timeline import COMPUTE, COPIES, EXCHANGE, STATES, layer_spans
+from layer_timeline import COMPUTE, COPIES, DISK, EXCHANGE, STATES, layer_spans
 from quick_steps import quick  # noqa: F401
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import alstlib
+from alstlib.base import sizing
 from alstlib.base.config import RunConfig, row_config
+from alstlib.data.shard import shard_batch
 from alstlib.figures import step_plots
 from alstlib.planner import devices, preflight
 from alstlib.planner.activations import activations, kernel_of
 from alstlib.planner.gpus import rates_of
 from alstlib.planner.machine import Machine
+from alstlib.planner.measure.simulate import fake_ranks, whole_model
 from alstlib.planner.model_shapes import read_shape
 from alstlib.planner.step_time import (
     attention_flops,
+    attention_passes,
     exchange_bytes,
     linear_flops,
+    passes,
     step_seconds,
 )
 from alstlib.runs import launch
@@ -38,12 +47,14 @@ copies first: {options.offload: sync}
 ZeRO-2: {engine.zero_stage: 2, engine.offload_optimizer: false}
 one input in k: {options.host_memory: 20GiB, options.save_attention: false}
 one input in k, outputs kept: {options.host_memory: 60GiB, options.save_attention: true}
+a disk: {options.host_memory: 20GiB, options.save_attention: false, options.disk: /scratch}
+block by block: {block: 16384}
 two micro-batches of two: {data.batch_size: 2, optim.accumulation: 2}
 """)
 
 
 def both(run, ranks, seq_len):
-    found = activations(SHAPE, run, ranks, seq_len, "cuda")
+    found = activations(SHAPE, run, ranks, seq_len, "cuda", disk=10**13 * (run.options.disk is not None))
     given = (SHAPE, run, Machine(gpus=ranks, rates=RATES), ranks, seq_len, found)
     return layer_spans(*given), step_seconds(*given), found
 
@@ -59,18 +70,20 @@ def test_all_layers_together_are_the_step(name, ranks):
     run = OURS.replace(**RUNS[name])
     spans, step, found = both(run, ranks, 512_000)
     batches = run.optim.accumulation
-    head = 3 * linear_flops(SHAPE, 512_000 * run.data.batch_size)["head"] / RATES.matmul / ranks * batches
+    head = (3 + found.twice) * linear_flops(SHAPE, 512_000 * run.data.batch_size)["head"] / RATES.matmul / ranks
     for lane, seconds in (
-        (COMPUTE, step["matrix products"] - head + step["attention"]), (EXCHANGE, step["exchange"]),
-        (COPIES, found.copied / RATES.host * batches),
+        (COMPUTE, step["matrix products"] - head * batches + step["attention"]), (EXCHANGE, step["exchange"]),
+        (COPIES, found.copied / RATES.host * batches), (DISK, 2 * found.disk * min(ranks, 8) / 5e9 * batches),
     ):  # fmt: skip
         assert total(spans, lane) * SHAPE.layers * batches == pytest.approx(seconds, rel=1e-9)
     made_again = 1 - -(-SHAPE.layers // found.inputs_kept_every) / SHAPE.layers
     assert (made_again > 0) == ("input in k" in name and ranks == 1)  # more ranks have more hosts
-    if not found.hidden_on_host:  # what is kept leaves once and comes back once
+    assert (found.disk > 0) == (name == "a disk" and ranks == 1)
+    assert (found.blocks > 1) == (name == "block by block" and ranks < 32)
+    if not found.hidden_on_host and found.blocks == 1 and not found.disk:  # it leaves once and comes back once
         assert found.copied == (2 * found.host if run.options.offload else 0)
-    if ranks == 8 and run.engine.zero_stage == 3:  # gathered twice and reduced once, over NVLink
-        want = (3 + made_again) * SHAPE.layer_parameters * 2 * 7 / 8 / RATES.link
+    if ranks == 8 and run.engine.zero_stage == 3:  # gathered twice and reduced once, over NVLink; each block once more
+        want = (3 + made_again + found.twice) * found.blocks * SHAPE.layer_parameters * 2 * 7 / 8 / RATES.link
         assert total(spans, STATES) == pytest.approx(want, rel=1e-9)
     for part in spans.values():
         turns, copies = ([s for s in part if s.lane in lanes] for lanes in ((COMPUTE, EXCHANGE), (COPIES,)))
@@ -80,6 +93,65 @@ def test_all_layers_together_are_the_step(name, ranks):
             assert turns[0].start == pytest.approx(copies[0].end)
         else:
             assert {span.start for span in [turns[0], *copies]} == {0}
+
+
+class Products(TorchDispatchMode):
+    """Adds up the operations of matrix products in which a dimension has so many elements."""
+
+    def __init__(self, columns):
+        super().__init__()
+        self.columns, self.operations = columns, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name in ("aten::mm", "aten::bmm", "aten::addmm"):
+            a, b = args[-2:]
+            self.operations += 2 * a.numel() * b.shape[-1] * (self.columns in (*a.shape, *b.shape))
+        return func(*args, **(kwargs or {}))
+
+
+STEPS = yaml.safe_load("""
+tiles, and a checkpoint: {}
+tiles alone: {options.checkpoint: false}
+a checkpoint alone: {options.tiles: false}
+neither: {options.tiles: false, options.checkpoint: false}
+chunks of two tiles: {options.chunk: 32}
+chunks of a tile: {options.chunk: 16}
+an adapter: {model.lora: {r: 2, target_modules: [q_proj]}}
+block by block: {block: 16}
+blocks without tiles: {block: 16, options.tiles: false}
+""")
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_products_and_the_exchange_are_those_of_a_real_step(name):
+    """Of two ranks, whose group sends nothing. A tile that runs again leaves its last product out."""
+    config = {"hidden_size": 32, "intermediate_size": 112, "num_hidden_layers": 2, "num_attention_heads": 4,
+              "num_key_value_heads": 2, "head_dim": 8}  # fmt: skip
+    run = RunConfig(model={"name": "tiny", "config": config, "dtype": "fp32"}, options={"tiles": {"mlp": 16}})
+    run = run.replace(**{"options.save_attention": False, **STEPS[name]})
+    shape, ids = read_shape("tiny", config), torch.zeros(1, 128, dtype=torch.long)
+    with fake_ranks(2) as ctx, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sizing, "LEAST_KEYS", 1)
+        model = whole_model(run, "cpu")
+        with alstlib.apply(model, ctx, run.options) as handle, Products(112) as products:
+            batch = shard_batch({"input_ids": ids, "labels": ids}, 2, 1)
+            if run.block:
+                alstlib.block_step(model, batch, run.block)
+            else:
+                alstlib.causal_lm_loss(model, batch).loss.backward()
+    found = SimpleNamespace(inputs_kept_every=1, twice=float(run.block is not None))
+    forward = linear_flops(shape, 64)["mlp"]
+    assert products.operations == pytest.approx(passes(shape, run, found)["mlp"] * forward)
+    forwards, served = attention_passes(run, 0.0, 0.0)
+    if run.chunk is None:
+        assert handle.wire_bytes == exchange_bytes(shape, 2, 128, 4, forwards + found.twice, served)
+
+
+def test_a_block_is_exchanged_once_more():
+    """For the blocks after it, which `test_products_and_the_exchange_are_those_of_a_real_step` meets."""
+    run = OURS.replace(block=16_384, options={"save_attention": False})
+    sent = exchange_bytes(SHAPE, 8, 512_000, 2, 3, 0)
+    assert both(run, 8, 512_000)[1]["exchange"] == pytest.approx(sent / RATES.link)
 
 
 @pytest.mark.parametrize("k", [2, 3, 32])

@@ -32,7 +32,9 @@ def answer(what: str, asked: Mapping[str, Any]) -> dict[str, Any]:
     take (`tower`)."""
     if what == "facts":
         return count(**asked)
-    question, about = StepQuestion.from_dict(asked["question"]), asked["tokens" if what == "span" else "size"]
+    fields = dict(asked)
+    about = fields.pop("tokens" if what == "span" else "size")
+    question = StepQuestion.from_dict(fields)
     return span(question, about) if what == "span" else tower(question.run, question.device, about and tuple(about))
 
 

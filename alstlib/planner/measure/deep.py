@@ -16,7 +16,7 @@ import os
 import re
 import signal
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -56,11 +56,11 @@ def kinds_of_layers(layers: Sequence[nn.Module]) -> list[Any]:
         }
         for layer in layers
     ]
-    values: dict[tuple[str, str], list[Any]] = defaultdict(list)
-    for one in seen:
-        for key, value in one.items():
-            values[key].append(value)
-    own = {key for key, found in values.items() if type(found[0]) in (int, float) and len({*found}) == len(found) > 1}
+    own = set()
+    for key in {key for one in seen for key in one}:
+        found = [one[key] for one in seen if key in one]
+        if type(found[0]) in (int, float) and len({*found}) == len(found) > 1:
+            own.add(key)
     return [frozenset(item for item in one.items() if item[0] not in own) for one in seen]
 
 
@@ -73,8 +73,10 @@ def side_by_side(what: str, calls: Sequence[Callable[[], Any]]) -> list[Any]:
     alone = sys.platform != "linux" or torch.cuda.is_available() or multiprocessing.current_process().daemon
     cores = 1 if alone else min(len(calls), len(os.sched_getaffinity(0)))
     shares = [calls[n::cores] for n in range(cores)]
-    forks = [_Fork(share) for share in shares[1:]]
+    forks = list[_Fork]()
     try:
+        for share in shares[1:]:
+            forks.append(_Fork(share))
         with watched(what, shares[0]) as each:
             found = [[call() for call in each]]
         found += [fork.found() for fork in forks]

@@ -65,32 +65,29 @@ def with_unit_stride(x: Tensor) -> Tensor:
 
 
 class _Convolution(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        x = with_unit_stride(x)
-        ctx.save_for_backward(x, weight, bias)
-        return torch.empty_like(x)
+    """[B, C, S] -> [B, C, S]."""
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+        x = with_unit_stride(x)
+        ctx.save_for_backward(x, weight, bias)
+        return torch.empty_like(x), None
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, dend: None) -> Any:
         x, weight, bias = ctx.saved_tensors
         dout = with_unit_stride(dout)
         dx, dweight = torch.empty_like(x), torch.empty_like(weight, dtype=torch.float32)
         return dx, dweight.to(weight.dtype), *alike(bias)
 
 
-def convolution(
-    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
-) -> Tensor:
-    """[B, C, S] -> [B, C, S]."""
-    return _Convolution.apply(hidden_states, weight, bias)
+class _GatedDelta(torch.autograd.Function):
+    """q, k [B, S, H, K], v [B, S, J, V], gates [B, S, J] -> [B, S, J, V] and the state [B, J, K, V] in fp32."""
 
-
-class _GatedDeltaKernel(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, start: Tensor | None, norm: bool
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, start: Tensor | None, norm: bool | None
+    ) -> Any:
         q, k, v, g, beta = (t.contiguous() for t in (q, k, v, g, beta))
         rstd: tuple[Tensor, ...] = ()
         if norm:
@@ -102,7 +99,7 @@ class _GatedDeltaKernel(torch.autograd.Function):
         return out, end
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor, dend: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor, dend: Tensor) -> Any:
         q, k, v, g, beta, _, start, *_ = ctx.saved_tensors
         keys = v.numel() // v.shape[3] * k.shape[3]  # for each head of the state
         states = keys * v.shape[3] // CHUNK_SIZE  # before each chunk
@@ -113,21 +110,14 @@ class _GatedDeltaKernel(torch.autograd.Function):
         return *alike(q, k), dv, dg, dbeta.to(beta.dtype), dstart, None
 
 
-def gated_delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None = None,
-    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, **_: Any,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """q, k [B, S, H, K], v [B, S, J, V], gates [B, S, J] -> [B, S, J, V] and the state [B, J, K, V] in fp32."""
-    out, end = _GatedDeltaKernel.apply(query, key, value, g, beta, initial_state, use_qk_l2norm_in_kernel)
-    return out, end if output_final_state else None
+class _Mamba2(torch.autograd.Function):
+    """x [B, S, J, P], dt [B, S, J], B and C [B, S, G, N] -> [B, S, J, P] and the state [B, J, P, N] in fp32."""
 
-
-class _Mamba2Kernel(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, D: Tensor | None, bias: Tensor | None,
-        start: Tensor | None, chunk: int,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx: Any, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk: int, D: Tensor | None,
+        bias: Tensor | None, start: Tensor | None,
+    ) -> Any:  # fmt: skip
         x, B, C = packed(x, B, C)
         end = x.new_empty(x.shape[0], *x.shape[2:], B.shape[3], dtype=torch.float32)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -136,7 +126,7 @@ class _Mamba2Kernel(torch.autograd.Function):
         return out, end
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor, dend: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor, dend: Tensor) -> Any:
         x, dt, B, C, A, D, bias, start, _ = ctx.saved_tensors
         states = x.numel() * B.shape[3] // ctx.chunk  # before each chunk
         products = B.numel() // B.shape[3] * ctx.chunk  # of the tokens of each chunk
@@ -147,23 +137,17 @@ class _Mamba2Kernel(torch.autograd.Function):
         dx, wide = torch.empty_like(x), some(x, dt.numel() + 2 * B.numel() + products)
         del again, half, wide
         ctx.out = None
-        return dx, ddt, dB, dC, *alike(A, D, bias), dstart, None
+        dA, dD, dbias = alike(A, D, bias)
+        return dx, ddt, dA, dB, dC, None, dD, dbias, dstart
 
 
-def mamba2(
-    hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Tensor | None = None,
-    dt_bias: Tensor | None = None, initial_states: Tensor | None = None, return_final_states: bool = False, **_: Any,
-) -> Any:  # fmt: skip
-    """x [B, S, J, P], dt [B, S, J], B and C [B, S, G, N] -> [B, S, J, P] and the state [B, J, P, N] in fp32."""
-    out, end = _Mamba2Kernel.apply(hidden_states, dt, B, C, A, D, dt_bias, initial_states, chunk_size)
-    return (out, end) if return_final_states else out
+class _Mamba1(torch.autograd.Function):
+    """x and dt [B, C, S], A [C, N], B and C [B, N, S] -> [B, C, S] and the state [B, C, N] in fp32."""
 
-
-class _Mamba1Kernel(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Any:
         x, dt, B, C = packed(x, dt, B, C)
         blocks = -(-x.shape[2] // SCAN)
         states = x.new_empty(*x.shape[:2], blocks, 2 * A.shape[1], dtype=torch.float32)
@@ -171,21 +155,36 @@ class _Mamba1Kernel(torch.autograd.Function):
         return torch.empty_like(dt), states[:, :, -1, 1::2]
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor, dend: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor, dend: Tensor) -> Any:
         x, dt, A, B, C, D, bias, _ = ctx.saved_tensors
         (dout,), (dx, ddt, dA), (dB, dC) = packed(dout), alike(x, dt, A), alike(B, C, dtype=torch.float32)
         return dx, ddt, dA, dB.to(B.dtype), dC.to(C.dtype), *alike(D, bias)
 
 
-def mamba1(
-    hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
-    z: Tensor | None = None, delta_bias: Tensor | None = None, return_last_state: bool = False, **_: Any,
-) -> Any:  # fmt: skip
-    """x and dt [B, C, S], A [C, N], B and C [B, N, S] -> [B, C, S] and the state [B, C, N] in fp32."""
-    out, end = _Mamba1Kernel.apply(hidden_states, dt, A, B, C, D, delta_bias)
-    return (out, end) if return_last_state else out
+def stand_in(kernel: Any, takes: str, asks: str = "", pair: bool = False) -> Callable[..., Any]:
+    """A function of transformers that this kernel computes: its output, and its last state where an argument asks.
+
+    Args:
+        takes: the function's arguments in their order, as the kernel takes them; it has others that change no size.
+        asks: the argument that asks for the state.
+        pair: whether it returns None in place of a state that nothing asks for.
+    """
+
+    def call(*given: Any, **named: Any) -> Any:
+        named |= zip(takes.split(), given)
+        out, end = kernel.apply(*map(named.get, takes.split()))
+        state = end if named.get(asks) else None
+        return (out, state) if pair or state is not None else out
+
+    return call
 
 
+convolution = stand_in(_Convolution, "hidden_states weight bias")
+gated_delta_rule = stand_in(
+    _GatedDelta, "query key value g beta initial_state use_qk_l2norm_in_kernel", "output_final_state", pair=True
+)
+mamba2 = stand_in(_Mamba2, "hidden_states dt A B C chunk_size D dt_bias initial_states", "return_final_states")
+mamba1 = stand_in(_Mamba1, "hidden_states dt A B C D delta_bias", "return_last_state")
 STAND_INS: dict[str, Callable[..., Any]] = {
     CONVOLUTION: convolution, GatedDelta.recurrence: gated_delta_rule, KimiDelta.recurrence: gated_delta_rule,
     Mamba2.recurrence: mamba2, Mamba1.recurrence: mamba1,

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-VOCAB = 96
-WINDOW = 7
 LONGEST = 16
 """Tokens of the longest document of a packed sample. RoPE that depends on the length changes there: a whole sample is
 longer."""
-HEAD_WIDTH = 8
 
 
 def named(value: Any, names: str) -> dict[str, Any]:
@@ -33,33 +32,10 @@ LAYERS = (
 HEADS = "num_attention_heads n_head n_heads num_heads decoder_attention_heads attention_heads"
 WIDTHS = "hidden_size d_model n_embd emb_dim embedding_size word_embed_proj_dim embedding_dim lru_width"
 SIZES: dict[str, Any] = {
-    **named(VOCAB, "vocab_size unpadded_vocab_size vocab_size_per_layer_input decoder_vocab_size"),
-    **named(48, "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim n_inner dff dim_ff ffn_hidden_size d_ff"),
-    **named(48, "feed_forward_size intermediate_size_mlp dense_intermediate_size mlp_dim"),
-    **named(24, "moe_intermediate_size shared_expert_intermediate_size shared_experts_intermediate_size"),
-    **named(24, "expert_ffn_hidden_size moe_shared_expert_intermediate_size shared_intermediate_size"),
-    **dict.fromkeys([*LAYERS, "num_encoder_layers"], 2),
-    **named(HEAD_WIDTH, "head_dim attention_head_size d_head dim_head kv_channels swa_head_dim global_head_dim d_kv"),
-    **named(256, "max_position_embeddings n_positions n_ctx max_seq_len model_max_length context_length"),
-    **named(256, "max_target_positions max_source_positions"),
-    **named(4, "num_experts num_local_experts n_routed_experts moe_num_experts"),
-    **named(2, "num_experts_per_tok num_experts_per_token moe_topk moe_k moe_top_k n_group num_expert_group"),
-    **named(1, "n_shared_experts num_shared_experts moe_num_shared_experts topk_group cross_attn_k"),
-    **named(WINDOW, "sliding_window sliding_window_size attention_window_size local_attention window_size"),
-    **named(WINDOW, "attention_chunk_size"),
-    "q_lora_rank": 12, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "qk_head_dim": 12,
-    "v_head_dim": 6, "o_lora_rank": 8, "o_groups": 2, "index_head_dim": 8, "index_n_heads": 2, "index_topk": 4,
-    "rotary_dim": 4, "hidden_size_per_layer_input": 8, "laurel_rank": 4, "query_pre_attn_scalar": 11,
-    "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0,
-    "pad_token_id": 2, "bos_token_id": 0, "eos_token_id": 1, "eod_token_id": 1, "sep_token_id": 1, "mask_token_id": 3,
-    "cls_token_id": 3, "decoder_start_token_id": 0, "forced_eos_token_id": None,
-    "mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_num_heads": 4, "mamba_head_dim": 16,
-    "mamba_n_groups": 1, "ssm_state_size": 8, "state_size": 8, "mamba_chunk_size": 4, "mamba_d_ssm": 64,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    "linear_head_dim": 8, "linear_num_heads": 4, "mamba_dt_rank": 4, "time_step_rank": 4, "adapter_rank": 4,
-    "use_cache": False,
+    **dict.fromkeys(LAYERS, 2), **yaml.safe_load(Path(__file__).with_name("sizes.yaml").read_text()),
 }  # fmt: skip
 """The largest value of a field, by its name."""
+VOCAB, WINDOW, HEAD_WIDTH = (SIZES[name] for name in ("vocab_size", "sliding_window", "head_dim"))
 DROPOUTS = ("dropout", "pdrop", "layerdrop", "jitter_noise", "drop_rate", "dropout_p")
 """Ends of the names of fields that are set to 0: what is random cannot be compared."""
 

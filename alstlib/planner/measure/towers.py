@@ -13,12 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    unset_fake_temporarily,
-)  # fmt: skip
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
@@ -43,24 +38,19 @@ def tower(run: RunConfig, device: str, size: tuple[int, int] | None) -> dict[str
         size: height and width in pixels; None where the tower has one size.
 
     Raises:
-        ValueError: a model that cannot read images, a size that it does not take, or a tower that cannot be simulated.
+        ValueError: a model that cannot read images, a size that it does not take, or a tower that is not `PLANNED`.
     """
     with torch.device("meta"):
         model = whole_model(run, device, images=True)
     layout = image_layout(model)
     if layout is None:
         raise ValueError(why_no_images(model))
-    if layout.sizes == "image_sizes":
-        raise ValueError(f"images of {_name(model)} are not planned: its tower makes a mask of all patches of a rank")
     if model.config.model_type not in PLANNED:
         raise ValueError(
             f"images of {_name(model)} are not planned: only plans of {', '.join(PLANNED)} were compared with steps"
         )
     made = _image(model, layout, size)
-    try:
-        one, two = (_step(copy.deepcopy(model), roomy(run), device, layout, made, n) for n in (1, 2))
-    except (DataDependentOutputException, DynamicOutputShapeException) as e:
-        raise ValueError(f"images of {_name(model)} are not planned: its tower needs values of pixels ({e})") from e
+    one, two = (_step(copy.deepcopy(model), roomy(run), device, layout, made, n) for n in (1, 2))
     lines = {name: (2 * one[name] - two[name], two[name] - one[name]) for name in ("peak", "kept", "host")}
     return {**lines, **{name: one[name] for name in ("tokens", "products", "attention")}, "size": _pixels(model, made)}
 
