@@ -32,7 +32,7 @@ from alstlib.tiled.last_product import untouched
 from alstlib.tiled.logits import HeadCall, HeadPass, LogitTransform, Statistics, check_labels
 
 
-class _TiledHead(torch.autograd.Function):
+class _LossOrLogps(torch.autograd.Function):
     """The summed loss, whose gradients are made in forward; or `by_token` the labels' log-probabilities, whose
     gradients are made in backward."""
 
@@ -60,9 +60,10 @@ class _TiledHead(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
-        if tensors := ctx.saved_tensors:
-            found = HeadPass(ctx.call, *tensors, ctx.needs_input_grad[3:])
-            for _, one in found.tiles(*tensors, upstream.reshape(-1)):
+        if ctx.saved_tensors:
+            hidden, weight, bias = ctx.saved_tensors
+            found = HeadPass(ctx.call, hidden, weight, bias, ctx.needs_input_grad[3:])
+            for _, one in found.tiles(hidden, weight, bias, upstream.reshape(-1)):
                 del one
             return None, None, None, *found.grads()
         if ctx.found is None:
@@ -120,7 +121,7 @@ def tiled_logits_loss(
     tile = default_tile(weight.shape[0], 4, labels.device) if tile is None else check_tile(tile)
     transform = (transform or LogitTransform()).at(temperature or 1.0)
     call = HeadCall(labels, tile, dtype, transform, travel, statistics, label_smoothing)
-    return _TiledHead.apply(call, temperature is not None, torch.is_grad_enabled(), hidden, weight, bias)
+    return _LossOrLogps.apply(call, temperature is not None, torch.is_grad_enabled(), hidden, weight, bias)
 
 
 def loss_of_logits(logits: Tensor, labels: Tensor, smoothing: float, by_token: bool) -> Tensor:
