@@ -93,17 +93,15 @@ def _calls(parts: Iterable[HeadPart], rule: Rule, pages: Pages, own: int) -> dic
 
 
 def forward(
-    backend: Backend, q: Tensor, width: int, pages: Pages, own: int, parts: Sequence[HeadPart], rule: Rule,
-    sinks: Tensor | None = None,
+    backend: Backend, q: Tensor, width: int, pages: Pages, own: int, parts: Sequence[HeadPart], rule: Rule
 ) -> OutputAndLse:  # fmt: skip
-    """Causal attention of queries q over the pages that they see -> (out [B, H, C, V], lse [B, H, C] in fp32). Without
-    autocast, as `attention_forward`.
+    """Causal attention of queries q over the pages that they see -> (out [B, H, C, V], lse [B, H, C]), both in
+    fp32. Without autocast, as `attention_forward`.
 
     Args:
         width: V.
         own: the page in which the queries' own keys lie.
         parts: all heads of q.
-        sinks: scores of the model's attention sinks, one for each of its heads.
     """
     wide = sum_dtype(q)
     out, lse = q.new_empty(*q.shape[:3], width, dtype=wide), q.new_empty(q.shape[:3], dtype=wide)
@@ -111,8 +109,7 @@ def forward(
     for page in pages.visit(list(calls)):
         for part, piece in calls[page.index]:
             add_pieces(backend, [page.of(piece)], Attended(q, page.k, page.v, out, lse).part(part), rule)
-    add_sinks(parts, out, lse, sinks)
-    return out.to(q.dtype), lse
+    return out, lse
 
 
 def add_sinks(parts: Sequence[HeadPart], out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:

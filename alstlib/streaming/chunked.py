@@ -129,12 +129,12 @@ class LayerChunk:
             self.pages.fill(*self.way.layout.swap([], [k, v]))
         return []
 
-    def forward(self, sinks: Tensor | None, q: Tensor, *new: Tensor) -> OutputAndLse:
+    def forward(self, q: Tensor, *new: Tensor) -> OutputAndLse:
         (backend, rule, _), pages = self.way, self.pages
         if new:
             pages.fill(*new)
         self.op.forward_calls += self.last == pages.length  # once a pass over the whole sequence
-        return paged.forward(backend, q, self.width, pages, self.page, self.parts, rule, sinks)
+        return paged.forward(backend, q, self.width, pages, self.page, self.parts, rule)
 
     def backward(self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> Sequence[Tensor]:
         (backend, rule, _), pages = self.way, self.pages

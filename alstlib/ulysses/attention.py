@@ -11,6 +11,7 @@ delta = rowsum(dO * O), one number for each token and head, and O' = delta / |dO
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -84,8 +85,9 @@ class UlyssesAttention:
             ValueError: the shapes do not belong together, or the kernel cannot run on this device.
         """
         way = self.way(q, k, v, sinks, documents, scale=scale, window=window, softcap=softcap)
-        call = _AllKeys(self, way, documents)
-        return CoreAttention.apply(q, k, v, sinks, way.layout, call, saved or Saved(keep=False))
+        saved = saved or Saved(keep=False)
+        self.forward_calls += not saved.replaying
+        return CoreAttention.apply(q, k, v, sinks, way.layout, _AllKeys(way, documents), saved)
 
     def way(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, documents: Documents = None,
@@ -130,19 +132,16 @@ def _check(q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | 
 class _AllKeys(NamedTuple):
     """Attention of all tokens of the sequence, whose keys and values are exchanged with the queries."""
 
-    op: UlyssesAttention
     way: Way
     documents: Documents
 
     def keys(self, k: Tensor, v: Tensor) -> list[Tensor]:
         return [k, v]
 
-    def forward(self, sinks: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> OutputAndLse:
-        (backend, rule, layout), documents = self.way, self.documents
-        out, lse = layout.forward(backend, q, k, v, rule=rule, cu_seqlens=documents)
-        add_sinks(layout.own, out, lse, sinks)
-        self.op.forward_calls += 1
-        return out, lse
+    @property
+    def forward(self) -> Callable[..., OutputAndLse]:  # the layout's own: no frame more between a call and a kernel
+        backend, rule, layout = self.way
+        return functools.partial(layout.forward, backend, rule=rule, cu_seqlens=self.documents)
 
     def backward(self, dout: Tensor, *kept: Tensor) -> Sequence[Tensor]:
         (backend, rule, layout), documents = self.way, self.documents
@@ -153,8 +152,8 @@ class CoreAttention(torch.autograd.Function):
     """A call of attention: exchange into a layout of heads, attention there, and exchange back.
 
     What attends there has three methods: `keys(k, v)`, those that are exchanged with the queries, or none where it has
-    taken them; `forward(sinks, q, *keys)` -> (output, logsumexp); `backward(dout, q, *keys, output, logsumexp)` ->
-    (dq, dk, dv).
+    taken them; `forward(q, *keys)` -> (output, logsumexp), without sinks, the output in q's dtype or wider;
+    `backward(dout, q, *keys, output, logsumexp)` -> (dq, dk, dv).
     """
 
     @staticmethod
@@ -170,7 +169,9 @@ class CoreAttention(torch.autograd.Function):
             return out.view_as(out)  # a tensor of its own: autograd must not mark the saved one as an output
         q, *keys = layout.swap([q], keys)
         with torch.autocast(q.device.type, enabled=False):  # it would take back the precision in which kernels sum
-            made, lse = call.forward(ctx.sinks, q, *keys)
+            made, lse = call.forward(q, *keys)
+            add_sinks(layout.own, made, lse, ctx.sinks)
+        made = made.to(q.dtype)
         (out,) = layout.swap_back(made)
         if saved.active:
             saved.tensors.append((out, lse))

@@ -42,7 +42,8 @@ def selected_attention(
         saved: as `UlyssesAttention` takes it.
     """
     here = WholeHeads(Exchange(), q.shape[1], k.shape[1])  # queries stay where they are
-    return CoreAttention.apply(q, k, v, sinks, here, _Selected(indices, exchange, scale), saved or Saved(keep=False))
+    call = _Selected(indices, exchange, scale, q.dtype if sinks is None else sum_dtype(q))
+    return CoreAttention.apply(q, k, v, sinks, here, call, saved or Saved(keep=False))
 
 
 def _groups(
@@ -83,20 +84,20 @@ class _Selected(NamedTuple):
     indices: Tensor
     exchange: Exchange
     scale: float
+    dtype: torch.dtype
+    """Precision of the output."""
 
     def keys(self, k: Tensor, v: Tensor) -> list[Tensor]:
         return [k, v]
 
-    def forward(self, sinks: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> OutputAndLse:
-        out = q.new_empty(*q.shape[:3], v.shape[3])
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> OutputAndLse:
+        out = q.new_empty(*q.shape[:3], v.shape[3], dtype=self.dtype)
         lse = q.new_empty(q.shape[:3], dtype=sum_dtype(q))
         for heads, _, keys, values in _groups(self.exchange, q, k, v):
             n = keys.shape[1]
             for rows, chosen, at in _tiles(self.indices, keys, values):
                 scores = _scores(q[:, heads, rows].unflatten(1, (n, -1)), _fetched(keys, at), chosen, self.scale)
                 total = scores.logsumexp(-1)
-                if sinks is not None:
-                    total = torch.logaddexp(total, sinks[heads].to(total).view(1, n, -1, 1))
                 weights = (scores - total[..., None]).exp().to(v.dtype)
                 made = torch.einsum("bngtk,bntkv->bngtv", weights, _fetched(values, at))
                 out[:, heads, rows], lse[:, heads, rows] = made.flatten(1, 2), total.flatten(1, 2)
