@@ -129,18 +129,18 @@ class PageChoices:
     def _choose(
         self, q: Tensor, k: Tensor, first: int, last: int, pages: LayerPages, documents: Documents, exchange: Exchange
     ) -> Tensor:
-        own, batch, wide = (last - 1) // pages.size, q.shape[0], torch.promote_types(k.dtype, torch.float32)
-        spans = document_spans(documents, batch, pages.length, first, last)
-        begins = {span.batch: span.begin // pages.size for span in reversed(spans)}
+        own, batch, wide = pages.find(first)[0], q.shape[0], torch.promote_types(k.dtype, torch.float32)
+        spans, size = document_spans(documents, batch, pages.length, first, last), pages.starts[1]
+        begins = {span.batch: span.begin // size for span in reversed(spans)}
         """The first page that these tokens may see, for each sample: of its first span."""
         shape = (batch, k.shape[1], own)
         found = [k.sum(2, dtype=wide).flatten()]
         if any(self._open(begin, own) for begin in begins.values()):
             assert self._sums is not None
-            found.append(self._scores(q, self._sums[:, :, :own] / pages.size, shape).flatten())
+            found.append(self._scores(q, self._sums[:, :, :own] / size, shape).flatten())
         sums, *scores = exchange.gather(torch.cat(found)).sum(0).split([t.numel() for t in found])
         if self._sums is None:
-            self._sums = sums.new_zeros(*shape[:2], -(-pages.length // pages.size), k.shape[3])
+            self._sums = sums.new_zeros(*shape[:2], len(pages.held), k.shape[3])
         self._sums[:, :, own] += sums.view(*shape[:2], -1)
         if last == pages.length:
             self._sums = None

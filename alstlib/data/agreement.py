@@ -90,13 +90,13 @@ class Agreement:
         ctx = self.ctx
         if self.silent or not isinstance(error, Exception | None):
             return
-        facts = [self.call, self.in_group]
+        facts = [{name: _shown(value) for name, value in some.items()} for some in (self.call, self.in_group)]
         table = everyones(ctx, [kind_of(error), *map(_digest, facts), self.count], 4)
         raise_failure(ctx, [row[0] for row in table], error, f"rank {dist.get_rank()} refused")
         scopes = [(0, range(ctx.world_size)), *((1, group) for group in _groups(ctx))]
         for part, ranks in scopes:
             if len({table[rank][1 + part] for rank in ranks}) > 1:
-                told = _told(ctx, {name: _shown(value) for name, value in facts[part].items()})
+                told = _told(ctx, facts[part])
                 raise ValueError(_difference([told[rank] for rank in ranks]))
         self.count = max(row[3] for row in table)
 
@@ -111,17 +111,15 @@ def _digest(value: Any) -> int:
 
 
 def _shown(value: Any) -> str:
-    text = str(value)
+    text = repr(value)
     return text if len(text) <= 60 else f"{text[:40]}... ({_digest(text):x})"
 
 
 def _difference(known: list[dict[str, str]]) -> str:
     """What the first fact is of which these ranks have different values."""
-    name = next(name for name in known[0] if len({facts.get(name) for facts in known}) > 1)
-    return (
-        f"ranks that compute together have different values of {name}: [{', '.join(f[name] for f in known)}], in the "
-        "order of the ranks"
-    )
+    name = next(name for facts in known for name in facts if len({each.get(name) for each in known}) > 1)
+    values = ", ".join(facts.get(name, "nothing") for facts in known)
+    return f"ranks that compute together have different values of {name}: [{values}], in the order of the ranks"
 
 
 def check_same(ctx: SPContext, mine: Record, remedy: str) -> None:

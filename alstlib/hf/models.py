@@ -3,12 +3,13 @@ counted."""
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+from packaging.version import Version
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig, PreTrainedModel
@@ -22,7 +23,6 @@ from alstlib.hf.by_position import CHUNKED
 from alstlib.hf.configs import check_model, overridden, published
 from alstlib.hf.public_models import PUBLIC, SHAPES
 from alstlib.hf.support import heads_of
-from alstlib.kernels.int32 import guard_liger
 
 
 def model_config(
@@ -225,16 +225,22 @@ def put_liger(run: RunConfig, model: PreTrainedModel, gpu: bool) -> None:
         wanted = gpu and bool(run.options.tile("loss")) and kind in liger_knows()
     elif wanted and not (gpu and kind in liger_knows()):
         raise ValueError(
-            f"liger={wanted!r} needs a GPU and the package liger-kernel, which is not installed or does not know the "
-            f"model_type {kind}; use liger='auto'"
+            f"liger={wanted!r} needs a GPU and the package liger-kernel of version {LIGER} or later, which is not "
+            f"installed or does not know the model_type {kind}; use liger='auto'"
         )
     if wanted:
         liger_kernels(model)
 
 
+LIGER = "0.8.4"
+"""The first version of Liger whose norms and RoPE count elements with 64 bits: with 32, a call of 2^31 of them would be
+finite and wrong."""
+
+
 def liger_knows() -> Collection[str]:
-    """The types of models that Liger has kernels for; none where it is not installed."""
-    if importlib.util.find_spec("liger_kernel") is None:
+    """The types of models that Liger has kernels for; none where it is not installed, or older than `LIGER`."""
+    found = next(iter(importlib.metadata.distributions(name="liger-kernel")), None)
+    if found is None or Version(found.version) < Version(LIGER):
         return ()
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
@@ -246,4 +252,3 @@ def liger_kernels(model: PreTrainedModel) -> None:
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
     _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
-    guard_liger(model)

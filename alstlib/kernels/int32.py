@@ -5,7 +5,8 @@ Shape legend: B batch, S tokens of a call, C channels, H heads, K and V widths o
 A product that passes 2^31 wraps, and the kernel then reads and writes other elements: it ends with an illegal memory
 access, or gives finite values that are wrong. So each call is measured before it runs. One that is short enough passes
 as it is; a longer one is cut into calls that are, where its tokens can be cut, and refused otherwise. `KERNELS` was
-made from the packages' sources. Attention kernels are cut in `kernels.attention`.
+made from the packages' sources. Attention kernels are cut in `kernels.attention`; of Liger only versions that count
+with 64 bits are used (`hf.models.liger_knows`).
 """
 
 from __future__ import annotations
@@ -13,14 +14,13 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from packaging.version import Version
-from torch import Tensor, nn
+from torch import Tensor
 
 from alstlib.kernels.attention import ELEMENTS
 
@@ -59,12 +59,6 @@ def _convolve(kernel: Callable[..., Tensor], x: Tensor, weight: Tensor, *others:
     return torch.cat(outs).transpose(1, 2)
 
 
-def _norm(kernel: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """x [.., C], in calls for some of its tokens."""
-    tokens = x.reshape(-1, x.shape[-1]).split(max(1, (ELEMENTS - 1) // x.shape[-1]))
-    return torch.cat([kernel(part) for part in tokens]).view(x.shape)
-
-
 @dataclass(frozen=True)
 class Int32Kernel:
     """Functions of a package whose kernels count with 32 bits."""
@@ -101,17 +95,6 @@ KERNELS = {
         Int32Kernel(
             "fla-core", ("chunk_gated_delta_rule", "chunk_kda"), "B S (value heads) max(K, V)", "0.4.2, 0.5.1, 0.6.0",
             "0.6.0", most=_of_delta_rule,
-        ),
-    ),
-    "liger_kernel": (
-        Int32Kernel(
-            "liger-kernel", ("LigerRMSNorm", "LigerLayerNorm"), "tokens C", "0.6.0, 0.6.4, 0.7.0, 0.8.3, 0.8.4, 0.8.5",
-            "0.8.4", split=_norm,
-        ),
-        Int32Kernel(
-            "liger-kernel",
-            ("liger_rotary_pos_emb", "liger_multimodal_rotary_pos_emb", "liger_llama4_text_rotary_pos_emb"),
-            "B S H K", "0.6.0, 0.6.4, 0.7.0, 0.8.3, 0.8.4, 0.8.5", "0.8.4", tokens=2,
         ),
     ),
 }  # fmt: skip
@@ -165,19 +148,10 @@ def _of_hub(function: Any) -> tuple[Callable[..., Any], Int32Kernel | None]:
     return own, None
 
 
-def guard_liger(model: nn.Module) -> None:
-    """Keep the calls of Liger's kernels that were put into a model below `ELEMENTS`."""
-    for module in model.modules():
-        if (own := vars(module).get("forward")) is not None:
-            module.forward = below_int32(own)
-    space = vars(sys.modules[type(model).__module__])
-    space.update({name: below_int32(value) for name, value in space.items() if inspect.isfunction(value)})
-
-
 def _known(function: Any) -> Int32Kernel | None:
     """The kernel's entry, where its package's version counts with 32 bits."""
     module = str(getattr(function, "__module__", None)).partition(".")[0]
-    name = getattr(function, "__qualname__", "").partition(".")[0]
+    name = getattr(function, "__name__", "")
     kernel = next((k for k in KERNELS.get(module, ()) if name in k.names), None)
     if kernel is None or kernel.mended is None:
         return kernel

@@ -93,26 +93,23 @@ def _calls(parts: Iterable[HeadPart], rule: Rule, pages: Pages, own: int) -> dic
 
 
 def forward(
-    backend: Backend, q: Tensor, width: int, pages: Pages, own: int, parts: Sequence[HeadPart], rule: Rule,
-    sinks: Tensor | None = None,
+    backend: Backend, q: Tensor, width: int, pages: Pages, own: int, parts: Sequence[HeadPart], rule: Rule
 ) -> OutputAndLse:  # fmt: skip
-    """Causal attention of queries q over the pages that they see -> (out [B, H, C, V], lse [B, H, C] in fp32).
+    """Causal attention of queries q over the pages that they see -> (out [B, H, C, V], lse [B, H, C]), both in
+    fp32. Without autocast, as `attention_forward`.
 
     Args:
         width: V.
         own: the page in which the queries' own keys lie.
         parts: all heads of q.
-        sinks: scores of the model's attention sinks, one for each of its heads.
     """
     wide = sum_dtype(q)
     out, lse = q.new_empty(*q.shape[:3], width, dtype=wide), q.new_empty(q.shape[:3], dtype=wide)
     calls = _calls(parts, rule, pages, own)
-    with torch.autocast(q.device.type, enabled=False):
-        for page in pages.visit(list(calls)):
-            for part, piece in calls[page.index]:
-                add_pieces(backend, [page.of(piece)], Attended(q, page.k, page.v, out, lse).part(part), rule)
-        add_sinks(parts, out, lse, sinks)
-    return out.to(q.dtype), lse
+    for page in pages.visit(list(calls)):
+        for part, piece in calls[page.index]:
+            add_pieces(backend, [page.of(piece)], Attended(q, page.k, page.v, out, lse).part(part), rule)
+    return out, lse
 
 
 def add_sinks(parts: Sequence[HeadPart], out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
@@ -146,13 +143,12 @@ def backward(
     """
     dq = torch.zeros_like(q, dtype=sum_dtype(q))
     calls, first = _calls(parts, rule, pages, own), None
-    with torch.autocast(q.device.type, enabled=False):
-        for page in pages.visit(list(calls), sums=True):
-            first = first or page
-            assert page.sums is not None
-            for part, piece in calls[page.index]:
-                sums = part.queries_of(dq), *(part.keys_of(t) for t in page.sums)
-                mine = Attended(q, page.k, page.v, out, lse).part(part)
-                add_gradients(backend, [page.of(piece)], part.queries_of(dout), mine, rule, sums)
+    for page in pages.visit(list(calls), sums=True):
+        first = first or page
+        assert page.sums is not None
+        for part, piece in calls[page.index]:
+            sums = part.queries_of(dq), *(part.keys_of(t) for t in page.sums)
+            mine = Attended(q, page.k, page.v, out, lse).part(part)
+            add_gradients(backend, [page.of(piece)], part.queries_of(dout), mine, rule, sums)
     assert first is not None
     return dq.to(q.dtype), first

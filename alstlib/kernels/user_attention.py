@@ -36,6 +36,12 @@ def differentiated(attention: Callable[..., Any], dout: Tensor, kept: Attended, 
     leaves = [t.detach().requires_grad_() for t in kept[:3]]
     with torch.enable_grad():
         out, lse = made = attention(*leaves, **how)
+    for t, what in ((out, "output"), (lse, "logsumexp")):
+        if not t.requires_grad:
+            raise ValueError(
+                f"attention returned a {what} that autograd cannot differentiate; give the function an attribute "
+                "backward(dout, q, k, v, out, lse, *, scale, causal) -> (dq, dk, dv)"
+            )
     share = (lse.detach() - kept.lse).exp()
     rest = ((out.detach() - kept.out).to(share.dtype) * dout).sum(-1)
     return torch.autograd.grad(made, leaves, [(dout * share[..., None]).to(out.dtype), rest * share])
@@ -72,17 +78,7 @@ class UserAttention:
     def backward(self, dout: Tensor, kept: Attended, **how: Any) -> Sequence[Tensor]:
         if self.own_backward is not None:
             return self.own_backward(dout, *kept, **how)
-        return differentiated(self._with_graph, dout, kept, **how)
-
-    def _with_graph(self, *leaves: Tensor, **how: Any) -> Sequence[Tensor]:
-        made = self._run(*leaves, **how)
-        for t, what in zip(made, ("output", "logsumexp")):
-            if not t.requires_grad:
-                raise ValueError(
-                    f"attention={self.name} returned a {what} that autograd cannot differentiate; give the function an "
-                    "attribute backward(dout, q, k, v, out, lse, *, scale, causal) -> (dq, dk, dv)"
-                )
-        return made
+        return differentiated(self._run, dout, kept, **how)
 
     def check(self, q: Tensor, groups: int) -> None:
         """Raises ValueError where the function does not keep the contract, for tensors like q."""

@@ -10,17 +10,15 @@ less than all tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from alstlib.base.recompute import first_order
 from alstlib.base.types import OutputAndState
 from alstlib.kernels.spans import Documents, document_spans, once
-from alstlib.ulysses.alltoall import Exchange
+from alstlib.ulysses.alltoall import Exchange, Moved
 
 
 def causal_convolution(
@@ -46,7 +44,7 @@ def causal_convolution(
     local, around = x.shape[2], width - 1
     begin = x.new_zeros(*x.shape[:2], around) if start is None else start
     own = x[..., max(0, local - around) :]
-    before, end = _TokensAround.apply(own, begin, exchange, {} if known is None else known)
+    before, end = _tokens_around(own, begin, exchange, {} if known is None else known)
     if documents is None and exchange.ranks == 1 and start is None:
         return convolve(x), end
     x = torch.cat([before, x], -1)
@@ -79,30 +77,26 @@ def _columns(
     return once(documents, ("columns", batch, local, around, first, length, device), make)
 
 
-class _TokensAround(torch.autograd.Function):
+def _tokens_around(own: Tensor, start: Tensor, exchange: Exchange, known: dict[str, Tensor]) -> Sequence[Tensor]:
     """The W - 1 tokens before this rank's slice, and the last ones of all ranks, from its own last ones [B, C, n] (a
     slice may have fewer) and those before all ranks' [B, C, W - 1]."""
+    given, count = own.shape[2], start.shape[2]
 
-    @staticmethod
-    def forward(
-        ctx: Any, own: Tensor, start: Tensor, exchange: Exchange, known: dict[str, Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        ctx.exchange, ctx.given, count = exchange, own.shape[2], start.shape[2]
+    def there(own: Tensor, start: Tensor) -> list[Tensor]:
         if known:
-            return known["before"].clone(), known["before"].clone()
+            return [known["before"].clone(), known["before"].clone()]
         line = torch.cat([start, *exchange.gather(own)], -1)
-        at = exchange.rank * ctx.given
+        at = exchange.rank * given
         before = line[..., at : at + count].clone()
         if exchange.ranks > 1:
             known["before"] = before.clone()
-        return before, line[..., line.shape[2] - count :].clone()
+        return [before, line[..., line.shape[2] - count :].clone()]
 
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, before: Tensor, end: Tensor) -> tuple[Tensor | None, ...]:
-        exchange, given, count = ctx.exchange, ctx.given, before.shape[2]
+    def back(before: Tensor, end: Tensor) -> list[Tensor]:
         line = F.pad(end, (exchange.ranks * given, 0))
         for rank, theirs in enumerate(exchange.gather(before)):
             line[..., rank * given : rank * given + count] += theirs
         at = count + exchange.rank * given
-        return line[..., at : at + given].clone(), line[..., :count].clone(), None, None  # they outlive the line
+        return [line[..., at : at + given].clone(), line[..., :count].clone()]  # they outlive the line
+
+    return Moved.apply(there, back, own, start)

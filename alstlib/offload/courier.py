@@ -101,14 +101,7 @@ class Courier:
 
     def each(self, groups: Iterable[Sequence[Tensor]]) -> Iterator[list[Tensor]]:
         """Each of these groups of parts on the device, the next one on its way meanwhile."""
-        coming = None
-        for group in groups:
-            following = self.fetch(*group)
-            if coming is not None:
-                yield coming()
-            coming = following
-        if coming is not None:
-            yield coming()
+        return one_ahead(self.fetch(*group) for group in groups)
 
     def forget_sent(self) -> None:
         """Let go of what was sent, after its copies in the compute stream's order."""
@@ -123,6 +116,17 @@ class Courier:
                 stream.synchronize()
         self.leaving.clear()
         self._used = False
+
+
+def one_ahead(fetches: Iterable[Coming]) -> Iterator[list[Tensor]]:
+    """What each of these fetches brings, of which the next begins before one is waited for."""
+    coming = None
+    for following in fetches:
+        if coming is not None:
+            yield coming()
+        coming = following
+    if coming is not None:
+        yield coming()
 
 
 def gapless(x: Tensor) -> Tensor:

@@ -149,7 +149,6 @@ class _Away:
     """A tensor on the disk; in its place the ticket has one without memory."""
 
     place: int
-    writes: Moves
     reads: Moves = field(default_factory=list)
     memory: Tensor | None = None
     """Where it is read to."""
@@ -272,7 +271,7 @@ class DiskStore(HostStore):
         place = self.file.take(padded(like.nbytes))
         writes = self.file.write(memory, place, ready)
         self._writing.append((writes, memory))
-        ticket.away[len(ticket.kept)] = _Away(place, writes)
+        ticket.away[len(ticket.kept)] = _Away(place)
         ticket.kept.append((like.to("meta"), None))
 
     def _bring(self, ticket: DiskTicket, device: torch.device) -> None:
@@ -304,17 +303,10 @@ class DiskStore(HostStore):
 
     def _read(self, ticket: DiskTicket, device: torch.device, ready: Ready) -> None:
         for place, away in ticket.away.items():
-            if away.memory is not None or self.failed:
-                continue
-
-            def written(writes: Sequence[Future[None]] = tuple(away.writes)) -> None:
-                ready()
-                for one in writes:
-                    one.result()
-
-            away.memory = self.lease((padded(ticket.kept[place][0].nbytes),), torch.uint8, device)
-            away.reads = self.file.fill(away.memory, away.place, written)
-            self._reading.append((away.reads, away.memory))
+            if away.memory is None and not self.failed:
+                away.memory = self.lease((padded(ticket.kept[place][0].nbytes),), torch.uint8, device)
+                away.reads = self.file.fill(away.memory, away.place, ready)
+                self._reading.append((away.reads, away.memory))
 
     def _has_room(self, ticket: DiskTicket, x: Tensor) -> bool:
         """Wait until what is on its way leaves room for x: then the disk is slower than the computation. False: the

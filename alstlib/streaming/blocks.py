@@ -17,7 +17,6 @@ the block none, and of the last block none. A block's own keys are made again by
 
 from __future__ import annotations
 
-import bisect
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -44,19 +43,8 @@ def first_seen(documents: Documents, batch: int, length: int, end: int, window: 
 
 
 class BlockPages(LayerPages):
-    """Keys and values of one layer, a page for each block, and the sums of their gradients.
-
-    Args:
-        starts: the places in the sequence at which blocks begin, and the end; they may change where no page is held.
-    """
-
-    def __init__(self, length: int, starts: Sequence[int], courier: Courier | None = None) -> None:
-        super().__init__(length, length, courier)
-        self.starts, self.held = starts, []
-
-    def find(self, key: int) -> tuple[int, int, int]:
-        index = bisect.bisect_right(self.starts, key, hi=len(self.starts) - 1) - 1
-        return index, key - self.starts[index], self.starts[index + 1] - key
+    """Keys and values of one layer, a page for each block, and the sums of their gradients. `starts` may change where
+    no page is held."""
 
     def begin(self, first: int) -> None:
         """The block whose tokens begin here puts its keys and values in next, in place of what the page holds."""
@@ -148,12 +136,13 @@ class Blocks:
             saved: as `UlyssesAttention` takes it, for a layer that is checkpointed inside its block.
             how: scale, softcap and sinks, as `UlyssesAttention` takes them.
         """
-        saved = saved or Saved(keep=False)
-        graph, kept = torch.is_grad_enabled(), list(saved.take()) if saved.replaying else []
-        if kept and not graph:
-            return kept[0]
+        graph = torch.is_grad_enabled()
+        if saved is None:  # nothing is kept: what a backward reads goes as soon as it has
+            (saved := Saved(keep=False)).rewind([])
+        if saved.replaying and not graph:
+            return saved.take()[0]
         pages, first, last, length = self.pages[layer], self.first, self.last, self.ranks * self.length
-        piece = LayerChunk(self.tokens, first, last, graph, pages, keep=saved.active, kept=kept)
+        piece = LayerChunk(self.tokens, first, last, graph, pages, saved=saved)
         pages.begin(first)
         out = piece.attend(op, q, k, v, documents=documents, window=window, **how)
         if graph:
@@ -162,8 +151,6 @@ class Blocks:
             pages.keep(first_seen(documents, q.shape[0], length, last, window) if self.seen else last)
         else:
             pages.leave()
-        if saved.active:
-            saved.tensors.append((piece.kept[0], piece.kept[1]))
         return out
 
     def carry(self, key: Hashable, step: Step, inputs: Sequence[Tensor]) -> Tensor:

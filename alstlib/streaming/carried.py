@@ -12,11 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from alstlib.base.recompute import first_order
 from alstlib.offload.courier import Courier
+from alstlib.ulysses.alltoall import Moved
 
 Step = Callable[..., tuple[Tensor, Any]]
 """(start= what the chunk begins with or None for zeros, first= its first token of the whole sequence, length= S) -> its
@@ -66,10 +65,10 @@ class Carried:
             return grad, self.grads.pop((key, last), None)  # left by the chunk after
 
         if graph and start is not None:  # with an edge to the inputs, so that backward comes here whatever it is for
-            start = _HandedOn.apply(begins, start, *inputs)
+            (start,) = Moved.apply(_first, begins, start, *inputs)
         out, end = step(start=start, first=first, length=length)
         if graph:
-            return _HandedOn.apply(hands_on, out, end)
+            return Moved.apply(_first, hands_on, out, end)[0]
         if keep and last < length:
             held = end if courier is None else courier.empty(end.shape, end.dtype)
             before[last] = held, None if courier is None else courier.send(held, end)
@@ -81,15 +80,5 @@ class Carried:
             parts.pop(first, None)
 
 
-class _HandedOn(torch.autograd.Function):
-    """x; `gradients` gives in backward, for the gradient of x, those of all tensors."""
-
-    @staticmethod
-    def forward(ctx: Any, gradients: Callable[[Tensor], Any], x: Tensor, *_: Tensor) -> Tensor:
-        ctx.gradients = gradients
-        return x.view_as(x)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return None, *ctx.gradients(grad)
+def _first(x: Tensor, *_: Tensor) -> list[Tensor]:
+    return [x.view_as(x)]

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from alstlib.base.recompute import (
     GradientSums,
     Replay,
+    Saved,
     Strays,
     check_thread,
     first_order,
@@ -46,6 +47,7 @@ from alstlib.base.recompute import (
     unchanged,
 )
 from alstlib.base.sizing import page_keys
+from alstlib.base.types import OutputAndLse
 from alstlib.kernels import paged
 from alstlib.kernels.spans import Documents
 from alstlib.offload.checkpoints import Segment
@@ -53,7 +55,7 @@ from alstlib.offload.courier import Courier, parts_of, put_part, room_like
 from alstlib.offload.storage import Storage
 from alstlib.streaming.carried import Carried, Step
 from alstlib.streaming.pages import LayerPages, PageChooser
-from alstlib.ulysses.attention import UlyssesAttention, delta_of, gradient_of_sinks, output_with
+from alstlib.ulysses.attention import CoreAttention, UlyssesAttention
 
 STRAY = (
     "chunk: a weight that no layer owns, such as a vector that a hook adds, would get no gradient in a layer in chunks "
@@ -86,10 +88,8 @@ class LayerChunk:
     pages: LayerPages
     choices: PageChooser | None = None
     """Which pages its attention sees; None: all."""
-    keep: bool = False
-    kept: list[Tensor] = field(default_factory=list)
-    """Output [B, H, C, D] (sequence layout) and logsumexp [B, H / P, P C] (head layout): left by the first pass
-    where `keep` says so, and taken by the recompute."""
+    saved: Saved = field(default_factory=lambda: Saved(keep=False))
+    """Where the first pass leaves its output, and where the recompute takes it from."""
     carried: Carried = field(default_factory=Carried)
     left: list[Tensor] = field(default_factory=list)
     """Tensors [B, C, ...] that the layer has made of it for other layers, with gradients that come back."""
@@ -105,7 +105,7 @@ class LayerChunk:
         """Attention of this chunk: q [B, H, C, D], k [B, K, C, D], v [B, K, C, V] -> [B, H, C, V].
 
         Args:
-            layer, saved: `Blocks.attend` needs them; a chunk knows its layer, and keeps outputs by itself.
+            layer, saved: `Blocks.attend` needs them; a chunk knows its layer, and where it keeps its output.
             how: scale, window and softcap, as `UlyssesAttention` takes them.
 
         Raises:
@@ -114,7 +114,7 @@ class LayerChunk:
         if self.calls["attention"]:
             raise ValueError("chunk: a layer that calls attention more than once cannot run in chunks; use chunk=None")
         self.calls["attention"] += 1
-        self.op = op
+        self.op, self.width = op, v.shape[-1]
         self.way = op.way(q, k, v, sinks, documents, (self.first, self.last), self.pages.length, **how)
         self.page, self.parts = self.pages.find(self.first)[0], self.way.layout.own
         if self.choices is not None and self.way.rule.window is None and not self.leaves_at:
@@ -123,7 +123,30 @@ class LayerChunk:
         if self.calls.total() == self.leaves_at:
             self.pages.fill(*self.way.layout.swap([], [k, v]))
             raise KeysDone
-        return _ChunkAttention.apply(q, k, v, sinks, self)
+        return CoreAttention.apply(q, k, v, sinks, self.way.layout, self, self.saved)
+
+    # ----- what `CoreAttention` calls: the chunk's queries attend to all pages before and in it
+
+    def keys(self, k: Tensor, v: Tensor) -> list[Tensor]:
+        if not self.graph:
+            return [k, v]
+        if self.pages.filled == self.first:  # the last chunk: no pass before has made its keys
+            self.pages.fill(*self.way.layout.swap([], [k, v]))
+        return []
+
+    def forward(self, q: Tensor, *new: Tensor) -> OutputAndLse:
+        (backend, rule, _), pages = self.way, self.pages
+        if new:
+            pages.fill(*new)
+        self.op.forward_calls += self.last == pages.length  # once a pass over the whole sequence
+        return paged.forward(backend, q, self.width, pages, self.page, self.parts, rule)
+
+    def backward(self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> Sequence[Tensor]:
+        (backend, rule, _), pages = self.way, self.pages
+        dq, page = paged.backward(backend, dout, q, out, lse, pages, self.page, self.parts, rule)
+        return dq, *pages.own(page, self.first, self.last, dq.dtype)
+
+    # ----- parts that hand something on
 
     def carry(self, key: Hashable, step: Step, inputs: Sequence[Tensor]) -> Tensor:
         """The output for this chunk of a call of a part that hands something on; `key` is of the call, and `inputs`
@@ -133,48 +156,6 @@ class LayerChunk:
         if self.calls.total() == self.leaves_at:
             raise KeysDone
         return out
-
-
-class _ChunkAttention(torch.autograd.Function):
-    """Attention of one chunk's queries over all pages before and in it."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, piece: LayerChunk) -> Tensor:
-        ctx.piece, (backend, rule, layout), width = piece, piece.way, v.shape[-1]
-        ctx.sinks = None if sinks is None else sinks.detach().clone()
-        if piece.graph and piece.pages.filled == piece.first:  # the last chunk: no pass before has made its keys
-            piece.pages.fill(*layout.swap([], [k, v]))
-        if piece.kept:
-            out, lse = piece.kept
-            ctx.held = [q.detach(), out, lse]
-            return out.view_as(out)
-        q, *new = layout.swap([q], [] if piece.graph else [k, v])
-        if new:
-            piece.pages.fill(*new)
-        piece.op.forward_calls += piece.last == piece.pages.length  # once a pass over the whole sequence
-        made = paged.forward(backend, q, width, piece.pages, piece.page, piece.parts, rule, ctx.sinks)
-        (out,) = layout.swap_back(made[0])
-        if piece.graph:
-            ctx.held = [q.detach(), *made]
-        elif piece.keep and not piece.leaves_at:
-            piece.kept = [out, made[1]]
-        return out
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-        piece, (backend, rule, layout), delta = ctx.piece, ctx.piece.way, None
-        q, out, lse = ctx.__dict__.pop("held")
-        if piece.kept and layout.exchange.ranks > 1:
-            (delta,) = layout.swap([delta_of(dout, out)])
-            q, dout = layout.swap([q, dout])
-            out = output_with(delta, dout)
-        elif not piece.kept:
-            (dout,) = layout.swap([dout])
-        dsinks = gradient_of_sinks(ctx, layout.own, dout, out, lse, delta)
-        dq, page = paged.backward(backend, dout, q, out, lse, piece.pages, piece.page, piece.parts, rule)
-        dk, dv = piece.pages.own(page, piece.first, piece.last, dq.dtype)
-        return (*layout.swap_back(dq, dk, dv), dsinks, None)
 
 
 @dataclass(kw_only=True)
@@ -241,10 +222,11 @@ class Stream:
     def chunks(self, tokens: int, graph: bool, courier: Courier) -> list[LayerChunk]:
         p, length = self.ranks, tokens * self.ranks
         page = (self.choices.page if self.choices else None) or page_keys(min(self.chunk, tokens) * p, length)
-        pages, carried = LayerPages(length, page, courier if self.kv_on_host else None), Carried()
+        starts = [*range(0, length, page), length]
+        pages, carried = LayerPages(length, starts, courier if self.kv_on_host else None), Carried()
         bounds = [*range(0, tokens, self.chunk), tokens]
         return [
-            LayerChunk(slice(lo, hi), p * lo, p * hi, graph, pages, self.choices, self.keep, carried=carried)
+            LayerChunk(slice(lo, hi), p * lo, p * hi, graph, pages, self.choices, carried=carried)
             for lo, hi in itertools.pairwise(bounds)
         ]
 
@@ -263,6 +245,7 @@ class Stream:
         for i, (piece, (part,)) in enumerate(zip(pieces, parts_of(way, _slices(pieces), x))):
             if first:
                 self.replays.append(Replay(self.device, self.module))
+                piece.saved.keep = self.keep
             with contextlib.nullcontext() if first else self.replays[i](), unchanged(part, self.module):
                 with torch.set_grad_enabled(frozen):  # then it makes no graph
                     y = self.run(part, piece, *self.beside_of(piece))
@@ -276,10 +259,10 @@ class Stream:
                 for whole, t in zip(self.left, made):
                     whole[:, piece.tokens] = t
             self.calls = piece.calls.total()
-            if first and piece.kept:
+            if kept := piece.saved.leave():
                 self.tickets.append(self.store.ticket(part=True))
-                while piece.kept:  # on the device only until they wait elsewhere
-                    self.store.put(self.tickets[-1], piece.kept.pop(0))
+                while kept:  # on the device only until they wait elsewhere
+                    self.store.put(self.tickets[-1], kept.pop(0))
         courier.finish()
         return out
 
@@ -332,7 +315,7 @@ class _Streamed(torch.autograd.Function):
         _keys(stream, way, x, [] if stream.tokenwise else pieces[:-1])
         for part, upstream in parts_of(way, _slices(pieces[::-1]), x, grad):
             piece, replay = pieces.pop(), replays.pop()
-            piece.kept = store.get(tickets.pop(), courier.device) if tickets else []
+            piece.saved.rewind(store.get(tickets.pop(), courier.device) if tickets else [])
             leaf = part.contiguous().detach().requires_grad_()
             beside = [t.detach().requires_grad_() for t in stream.beside_of(piece)]
             y = _recompute(stream, [leaf, *beside], piece, replay)

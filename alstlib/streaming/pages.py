@@ -9,7 +9,7 @@ go back to it. (FPDT, arXiv 2408.16978, double-buffers keys and values in the sa
 
 from __future__ import annotations
 
-import itertools
+import bisect
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from alstlib.base.recompute import sum_dtype
 from alstlib.kernels.paged import HeadPart, Page
 from alstlib.kernels.spans import Documents
-from alstlib.offload.courier import Courier
+from alstlib.offload.courier import Coming, Courier, one_ahead
 from alstlib.ulysses.alltoall import Exchange
 
 
@@ -45,21 +45,21 @@ class LayerPages:
 
     Args:
         length: S.
-        size: R; a chunk's keys lie in one page.
+        starts: the places in the sequence at which pages begin, and the end; a chunk's keys lie in one page.
         courier: brings pages from the host and back; None: all of them stay on the device.
     """
 
-    def __init__(self, length: int, size: int, courier: Courier | None = None) -> None:
-        self.length, self.size, self.courier = length, size, courier
-        self.held = [HeldPage() for _ in range(-(-length // size))]
+    def __init__(self, length: int, starts: Sequence[int], courier: Courier | None = None) -> None:
+        self.length, self.starts, self.courier = length, starts, courier
+        self.held = [HeldPage() for _ in starts[1:]]
         self.filled = 0
         """Keys that are in place."""
         self.open: int | None = None
 
     def find(self, key: int) -> tuple[int, int, int]:
         """The page of a key of the sequence, the key's place in it, and the number of keys from there to its border."""
-        index, place = divmod(key, self.size)
-        return index, place, self.size - place
+        index = bisect.bisect_right(self.starts, key, hi=len(self.starts) - 1) - 1
+        return index, key - self.starts[index], self.starts[index + 1] - key
 
     def fill(self, k: Tensor, v: Tensor) -> None:
         """Put the next keys, k [B, K, C, D] and v [B, K, C, V], in place."""
@@ -67,8 +67,7 @@ class LayerPages:
         self._open(index)
         page, new = self.held[index], [t.permute(2, 0, 1, 3) for t in (k, v)]
         if not page.device:
-            room = min(first + left, self.length - self.filled + first)
-            page.device = [t.new_empty(room, *t.shape[1:]) for t in new]
+            page.device = [t.new_empty(first + left, *t.shape[1:]) for t in new]
         for held, t in zip(page.device, new):
             held[first : first + len(t)].copy_(t)
         self.filled += len(new[0])
@@ -102,10 +101,8 @@ class LayerPages:
     def visit(self, order: Sequence[int], sums: bool = False) -> Iterator[Page]:
         """These pages one after the other on the device, the first of them the one that is open from now on."""
         self._open(order[0])
-        coming = self._fetch(order[0], sums)
-        for index, following in itertools.zip_longest(order, order[1:]):
-            now, coming = coming, None if following is None else self._fetch(following, sums)
-            page, arrived = self.held[index], [] if now is None else now()
+        for index, arrived in zip(order, one_ahead(self._fetch(following, sums) for following in order)):
+            page = self.held[index]
             keys = page.device or arrived[:2]
             if sums:
                 found = page.sums or (
@@ -119,13 +116,13 @@ class LayerPages:
             if sums and self.courier is not None and index != self.open:
                 self._send_sums(page)
 
-    def _fetch(self, index: int, sums: bool) -> Any:
-        """What of a page has to come from the host, on its way; None for nothing."""
+    def _fetch(self, index: int, sums: bool) -> Coming:
+        """What of a page has to come from the host, on its way."""
         page = self.held[index]
         wanted = [] if page.device else page.host
         if sums and not page.sums:
             wanted = [*wanted, *page.host_sums]
-        return self.courier.fetch(*wanted, after=page.sent) if wanted and self.courier is not None else None
+        return self.courier.fetch(*wanted, after=page.sent) if wanted and self.courier is not None else list
 
     def own(self, page: Page, first: int, last: int, dtype: torch.dtype) -> list[Tensor]:
         """Gradients [B, K, last - first, D] of the keys and values of tokens [first, last), which lie in this page."""

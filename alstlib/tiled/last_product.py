@@ -88,7 +88,19 @@ class LastProduct:
         return None if _global_forward_hooks or nn.Linear.forward is not _FORWARD else last
 
 
-class _Made(TorchFunctionMode):
+class Watch(TorchFunctionMode):
+    """Entered, it looks at what functions of PyTorch are given."""
+
+    def given(self, values: Any) -> None:
+        """A function is given these arguments."""
+        raise NotImplementedError
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.given((args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+
+class _Made(Watch):
     """Recognises what a product made, without keeping it; entered, it sees whether a function is given that."""
 
     def __init__(self) -> None:
@@ -101,11 +113,10 @@ class _Made(TorchFunctionMode):
         self.read = self.read or torch.is_autocast_enabled(out.device.type)
         return out
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def given(self, values: Any) -> None:
         if self.of and not self.read:
             made = [of() for of, _ in self.of]
-            self.read = any(t is one for t in tree_leaves((args, kwargs)) if t is not None for one in made)
-        return func(*args, **(kwargs or {}))
+            self.read = any(t is one for t in tree_leaves(values) if t is not None for one in made)
 
     def alone(self, out: Any) -> bool:
         """Whether this is the one thing that was made, as it was made, and nothing read it."""

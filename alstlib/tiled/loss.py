@@ -32,51 +32,47 @@ from alstlib.tiled.last_product import untouched
 from alstlib.tiled.logits import HeadCall, HeadPass, LogitTransform, Statistics, check_labels
 
 
-class _TiledLoss(torch.autograd.Function):
+class _LossOrLogps(torch.autograd.Function):
+    """The summed loss, whose gradients are made in forward; or `by_token` the labels' log-probabilities, whose
+    gradients are made in backward."""
+
     @staticmethod
     def forward(
-        ctx: Any, call: HeadCall, train: bool, hidden: Tensor, weight: Tensor, bias: Tensor | None
+        ctx: Any, call: HeadCall, by_token: bool, train: bool, hidden: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:  # fmt: skip
         # autograd says which inputs require a gradient, under no_grad too
-        ctx.found = HeadPass(call, hidden, weight, bias, [train and need for need in ctx.needs_input_grad[2:]])
-        total = torch.zeros((), dtype=ctx.found.wide, device=call.labels.device)
-        for _, one in ctx.found.tiles(hidden, weight, bias):
-            total -= one.logps().sum()
+        needs = [train and not by_token and need for need in ctx.needs_input_grad[3:]]
+        found = HeadPass(call, hidden, weight, bias, needs)
+        made = torch.zeros(call.labels.shape if by_token else (), dtype=found.wide, device=call.labels.device)
+        for at, one in found.tiles(hidden, weight, bias):
+            if by_token:
+                made.view(-1)[at] = one.logps()
+            else:
+                made -= one.logps().sum()
             del one
-        return total
+        if by_token:
+            ctx.call = replace(call, statistics=None)
+            ctx.save_for_backward(hidden, weight, bias)
+        else:
+            ctx.found = found
+        return made
 
     @staticmethod
     @first_order
     def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
+        if ctx.saved_tensors:
+            hidden, weight, bias = ctx.saved_tensors
+            found = HeadPass(ctx.call, hidden, weight, bias, ctx.needs_input_grad[3:])
+            for _, one in found.tiles(hidden, weight, bias, upstream.reshape(-1)):
+                del one
+            return None, None, None, *found.grads()
         if ctx.found is None:
             raise RuntimeError(
                 "tiled_logits_loss: backward ran a second time, but its gradients are freed after the first; run "
                 "forward again"
             )
         found, ctx.found = ctx.found, None
-        return None, None, *found.grads(upstream)
-
-
-class _TiledLogps(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: HeadCall, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.call = replace(call, statistics=None)
-        ctx.save_for_backward(hidden, weight, bias)
-        found = HeadPass(call, hidden, weight, bias, (False, False, False))
-        made = torch.zeros(call.labels.shape, dtype=found.wide, device=call.labels.device)
-        for at, one in found.tiles(hidden, weight, bias):
-            made.view(-1)[at] = one.logps()
-            del one
-        return made
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
-        hidden, weight, bias = ctx.saved_tensors
-        found = HeadPass(ctx.call, hidden, weight, bias, ctx.needs_input_grad[1:])
-        for _, one in found.tiles(hidden, weight, bias, upstream.reshape(-1)):
-            del one
-        return None, *found.grads()
+        return None, None, None, *found.grads(upstream)
 
 
 def tiled_logits_loss(
@@ -125,9 +121,7 @@ def tiled_logits_loss(
     tile = default_tile(weight.shape[0], 4, labels.device) if tile is None else check_tile(tile)
     transform = (transform or LogitTransform()).at(temperature or 1.0)
     call = HeadCall(labels, tile, dtype, transform, travel, statistics, label_smoothing)
-    if temperature is not None:
-        return _TiledLogps.apply(call, hidden, weight, bias)
-    return _TiledLoss.apply(call, torch.is_grad_enabled(), hidden, weight, bias)
+    return _LossOrLogps.apply(call, temperature is not None, torch.is_grad_enabled(), hidden, weight, bias)
 
 
 def loss_of_logits(logits: Tensor, labels: Tensor, smoothing: float, by_token: bool) -> Tensor:

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from alstlib.base.recompute import Values, parents_of, tensors_of
 from alstlib.tiled.compute import TiledMLP, is_norm
+from alstlib.tiled.last_product import Watch
 
 _HOOKS = (
     "PreBackwardFunctionForModuleBackward", "PostBackwardFunctionModuleBackward", "BackwardHookFunctionBackward"
@@ -141,7 +141,7 @@ def find_followers(
         mlp.further_unread = mlp not in reads.seen
 
 
-class _Reads(TorchFunctionMode):
+class _Reads(Watch):
     """Notes whose tensors are given to a function of PyTorch."""
 
     def __init__(self) -> None:
@@ -149,14 +149,9 @@ class _Reads(TorchFunctionMode):
         self.watched: list[tuple[TiledMLP, Values]] = []
         self.seen: set[TiledMLP] = set()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.watched:
-            self.given((args, kwargs))
-        return func(*args, **(kwargs or {}))
-
     def given(self, values: Any) -> None:
         """Note whose tensors are among these."""
-        leaves = tree_leaves(values)
+        leaves = tree_leaves(values) if self.watched else ()
         self.seen |= {mlp for mlp, watched in self.watched if any(watched.are_those_of(t) for t in leaves)}
 
 

@@ -11,6 +11,7 @@ delta = rowsum(dO * O), one number for each token and head, and O' = delta / |dO
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,9 +21,10 @@ from torch import Tensor
 from alstlib.base.mesh import SPContext
 from alstlib.base.recompute import Saved, first_order, sum_dtype
 from alstlib.base.sizing import default_tile, kernel_device
+from alstlib.base.types import OutputAndLse
 from alstlib.kernels.attention import query_tiles
 from alstlib.kernels.backends import Backend, choose_backend, of_user
-from alstlib.kernels.paged import HeadPart, add_sinks, sinks_backward
+from alstlib.kernels.paged import add_sinks, sinks_backward
 from alstlib.kernels.rule import Attended, Rule
 from alstlib.kernels.spans import Documents, Offsets, once
 from alstlib.ulysses.alltoall import Exchange
@@ -83,7 +85,9 @@ class UlyssesAttention:
             ValueError: the shapes do not belong together, or the kernel cannot run on this device.
         """
         way = self.way(q, k, v, sinks, documents, scale=scale, window=window, softcap=softcap)
-        return _Attention.apply(q, k, v, sinks, self, way, documents, saved or Saved(keep=False))
+        saved = saved or Saved(keep=False)
+        self.forward_calls += not saved.replaying
+        return CoreAttention.apply(q, k, v, sinks, way.layout, _AllKeys(way, documents), saved)
 
     def way(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, documents: Documents = None,
@@ -125,49 +129,74 @@ def _check(q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | 
         raise ValueError(f"window={window} hides every key; it must be at least 1, or None for no window")
 
 
-class _Attention(torch.autograd.Function):
+class _AllKeys(NamedTuple):
+    """Attention of all tokens of the sequence, whose keys and values are exchanged with the queries."""
+
+    way: Way
+    documents: Documents
+
+    def keys(self, k: Tensor, v: Tensor) -> list[Tensor]:
+        return [k, v]
+
+    @property
+    def forward(self) -> Callable[..., OutputAndLse]:  # the layout's own: no frame more between a call and a kernel
+        backend, rule, layout = self.way
+        return functools.partial(layout.forward, backend, rule=rule, cu_seqlens=self.documents)
+
+    def backward(self, dout: Tensor, *kept: Tensor) -> Sequence[Tensor]:
+        (backend, rule, layout), documents = self.way, self.documents
+        return layout.backward(backend, dout, Attended(*kept), rule=rule, cu_seqlens=documents)
+
+
+class CoreAttention(torch.autograd.Function):
+    """A call of attention: exchange into a layout of heads, attention there, and exchange back.
+
+    What attends there has three methods: `keys(k, v)`, those that are exchanged with the queries, or none where it has
+    taken them; `forward(q, *keys)` -> (output, logsumexp), without sinks, the output in q's dtype or wider;
+    `backward(dout, q, *keys, output, logsumexp)` -> (dq, dk, dv).
+    """
+
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, op: UlyssesAttention, way: Way,
-        documents: Documents, saved: Saved,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layout: Layout, call: Any, saved: Saved
     ) -> Tensor:  # fmt: skip
-        ctx.way, ctx.documents, ctx.release = way, documents, saved.stage == "graph"
+        ctx.layout, ctx.call, ctx.release = layout, call, saved.stage == "graph"
         ctx.sinks = None if sinks is None else sinks.detach().clone()  # an engine may take the parameter away
-        ctx.from_saved = saved.replaying
+        ctx.from_saved, keys = saved.replaying, call.keys(k, v)
         if saved.replaying:
             out, lse = saved.take()
-            _keep(ctx, q, k, v, out, lse)
+            _keep(ctx, q, *keys, out, lse)
             return out.view_as(out)  # a tensor of its own: autograd must not mark the saved one as an output
-        layout = way.layout
-        qh, kh, vh = layout.swap([q], [k, v])
+        q, *keys = layout.swap([q], keys)
         with torch.autocast(q.device.type, enabled=False):  # it would take back the precision in which kernels sum
-            out_heads, lse = layout.forward(way.backend, qh, kh, vh, rule=way.rule, cu_seqlens=documents)
-            add_sinks(layout.own, out_heads, lse, ctx.sinks)
-        op.forward_calls += 1
-        (out,) = layout.swap_back(out_heads)
+            made, lse = call.forward(q, *keys)
+            add_sinks(layout.own, made, lse, ctx.sinks)
+        made = made.to(q.dtype)
+        (out,) = layout.swap_back(made)
         if saved.active:
             saved.tensors.append((out, lse))
         if any(ctx.needs_input_grad):
-            _keep(ctx, qh, kh, vh, out_heads, lse)
+            _keep(ctx, q, *keys, made, lse)
         return out
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-        layout, delta = ctx.way.layout, None
-        q, k, v, out, lse = ctx.__dict__.pop("kept") if ctx.release else ctx.saved_tensors
+        layout, delta = ctx.layout, None
+        q, *keys, out, lse = ctx.__dict__.pop("kept") if ctx.release else ctx.saved_tensors
         if not ctx.from_saved:
             (dout,) = layout.swap([dout])
         elif layout.exchange.ranks > 1:
             (delta,) = layout.swap([delta_of(dout, out)])
-            q, dout, k, v = layout.swap([q, dout], [k, v])
+            q, dout, *keys = layout.swap([q, dout], keys)
             out = output_with(delta, dout)
-        dsinks = gradient_of_sinks(ctx, layout.own, dout, out, lse, delta)
+        dsinks = None
+        if ctx.sinks is not None and ctx.needs_input_grad[3]:  # this rank's share
+            dsinks = sinks_backward(layout.own, delta_of(dout, out) if delta is None else delta, lse, ctx.sinks)
         with torch.autocast(dout.device.type, enabled=False):
-            kept, how = Attended(q, k, v, out, lse), {"rule": ctx.way.rule, "cu_seqlens": ctx.documents}
-            grads = layout.backward(ctx.way.backend, dout, kept, **how)
-        del dout, q, k, v, out, lse, delta, kept
-        return (*layout.swap_back(*grads), dsinks, None, None, None, None)
+            grads = ctx.call.backward(dout, q, *keys, out, lse)
+        del dout, q, keys, out, lse, delta
+        return (*layout.swap_back(*grads), dsinks, None, None, None)
 
 
 def _keep(ctx: Any, *tensors: Tensor) -> None:
@@ -175,16 +204,6 @@ def _keep(ctx: Any, *tensors: Tensor) -> None:
         ctx.kept = [t.detach() for t in tensors]  # detached: the output itself would keep the graph alive
     else:
         ctx.save_for_backward(*tensors)
-
-
-def gradient_of_sinks(
-    ctx: Any, parts: Sequence[HeadPart], dout: Tensor, out: Tensor, lse: Tensor, delta: Tensor | None
-) -> Tensor | None:
-    """This rank's share of the gradient [H] of an autograd function's fourth input, the sinks, where it is wanted; all
-    in head layout."""
-    if ctx.sinks is None or not ctx.needs_input_grad[3]:
-        return None
-    return sinks_backward(parts, delta_of(dout, out) if delta is None else delta, lse, ctx.sinks)
 
 
 def delta_of(dout: Tensor, out: Tensor) -> Tensor:

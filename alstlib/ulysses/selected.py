@@ -13,17 +13,18 @@ products, takes the time. A GPU needs a kernel that fetches selected keys inside
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from alstlib.base.recompute import Saved, first_order, sum_dtype
+from alstlib.base.recompute import Saved, sum_dtype
 from alstlib.base.sizing import tiles_of, tokens_in_tile
-from alstlib.kernels.paged import HeadPart
+from alstlib.base.types import OutputAndLse
 from alstlib.ulysses.alltoall import Exchange
-from alstlib.ulysses.attention import delta_of, gradient_of_sinks
+from alstlib.ulysses.attention import CoreAttention, delta_of
+from alstlib.ulysses.head_layouts import WholeHeads
 
 
 def selected_attention(
@@ -40,7 +41,9 @@ def selected_attention(
         sinks: [H], the score of a further key without a value for each head, or none.
         saved: as `UlyssesAttention` takes it.
     """
-    return _Selected.apply(q, k, v, sinks, indices, exchange, (scale, saved or Saved(keep=False)))
+    here = WholeHeads(Exchange(), q.shape[1], k.shape[1])  # queries stay where they are
+    call = _Selected(indices, exchange, scale, q.dtype if sinks is None else sum_dtype(q))
+    return CoreAttention.apply(q, k, v, sinks, here, call, saved or Saved(keep=False))
 
 
 def _groups(
@@ -75,65 +78,54 @@ def _scores(q: Tensor, k: Tensor, indices: Tensor, scale: float) -> Tensor:
     return (made.to(sum_dtype(q)) * scale).masked_fill(indices[:, None, None] < 0, float("-inf"))
 
 
-class _Selected(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor, exchange: Exchange,
-        how: tuple[float, Saved],
-    ) -> Tensor:  # fmt: skip
-        scale, saved = how
-        ctx.scale, ctx.exchange = scale, exchange
-        ctx.sinks = None if sinks is None else sinks.detach().clone()  # an engine may take the parameter away
-        if saved.replaying:
-            out, lse = saved.take()
-            ctx.save_for_backward(q, k, v, indices, out, lse)
-            return out.view_as(out)  # a tensor of its own: autograd must not mark the saved one as an output
-        out = q.new_empty(*q.shape[:3], v.shape[3])
-        lse = q.new_empty(q.shape[:3], dtype=sum_dtype(q))
-        with torch.autocast(q.device.type, enabled=False):
-            for heads, _, keys, values in _groups(exchange, q, k, v):
-                n = keys.shape[1]
-                for rows, chosen, at in _tiles(indices, keys, values):
-                    scores = _scores(q[:, heads, rows].unflatten(1, (n, -1)), _fetched(keys, at), chosen, scale)
-                    total = scores.logsumexp(-1)
-                    if ctx.sinks is not None:
-                        total = torch.logaddexp(total, ctx.sinks[heads].to(total).view(1, n, -1, 1))
-                    weights = (scores - total[..., None]).exp().to(v.dtype)
-                    made = torch.einsum("bngtk,bntkv->bngtv", weights, _fetched(values, at))
-                    out[:, heads, rows], lse[:, heads, rows] = made.flatten(1, 2), total.flatten(1, 2)
-        if saved.active:
-            saved.tensors.append((out, lse))
-        if any(ctx.needs_input_grad):
-            ctx.save_for_backward(q, k, v, indices, out, lse)
-        return out
+class _Selected(NamedTuple):
+    """What attends (`CoreAttention`)."""
 
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-        (q, k, v, indices, out, lse), exchange = ctx.saved_tensors, ctx.exchange
+    indices: Tensor
+    exchange: Exchange
+    scale: float
+    dtype: torch.dtype
+    """Precision of the output."""
+
+    def keys(self, k: Tensor, v: Tensor) -> list[Tensor]:
+        return [k, v]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> OutputAndLse:
+        out = q.new_empty(*q.shape[:3], v.shape[3], dtype=self.dtype)
+        lse = q.new_empty(q.shape[:3], dtype=sum_dtype(q))
+        for heads, _, keys, values in _groups(self.exchange, q, k, v):
+            n = keys.shape[1]
+            for rows, chosen, at in _tiles(self.indices, keys, values):
+                scores = _scores(q[:, heads, rows].unflatten(1, (n, -1)), _fetched(keys, at), chosen, self.scale)
+                total = scores.logsumexp(-1)
+                weights = (scores - total[..., None]).exp().to(v.dtype)
+                made = torch.einsum("bngtk,bntkv->bngtv", weights, _fetched(values, at))
+                out[:, heads, rows], lse[:, heads, rows] = made.flatten(1, 2), total.flatten(1, 2)
+        return out, lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> Sequence[Tensor]:  # fmt: skip
         delta, dq = delta_of(dout, out)[..., 0], torch.empty_like(q)
         dk, dv = torch.empty_like(k), torch.empty_like(v)
-        with torch.autocast(q.device.type, enabled=False):
-            for heads, kv, keys, values in _groups(exchange, q, k, v):
-                sums = [torch.zeros_like(t, dtype=lse.dtype) for t in (keys, values)]
-                n = keys.shape[1]
-                for rows, chosen, at in _tiles(indices, keys, values):
-                    ours, above, total, row = (t[:, heads, rows].unflatten(1, (n, -1)) for t in (q, dout, lse, delta))
-                    fetched = _fetched(keys, at)
-                    weights = (_scores(ours, fetched, chosen, ctx.scale) - total[..., None]).exp()
-                    into = torch.einsum("bngtv,bntkv->bngtk", above, _fetched(values, at)).to(weights.dtype)
-                    slopes = (weights * (into - row[..., None]) * ctx.scale).to(q.dtype)
-                    dq[:, heads, rows] = torch.einsum("bngtk,bntkd->bngtd", slopes, fetched).flatten(1, 2)
-                    parts = [
-                        torch.einsum("bngtk,bngtd->bntkd", slopes, ours),
-                        torch.einsum("bngtk,bngtv->bntkv", weights.to(v.dtype), above),
-                    ]
-                    for added, part in zip(sums, parts):
-                        for one, places, grad in zip(added, at, part):  # keys that are not there add zeros
-                            one.index_add_(1, places.flatten(), grad.flatten(1, 2).to(one.dtype))
-                for grad, added in zip((dk, dv), sums):
-                    by_rank = added.unflatten(2, (exchange.ranks, -1)).permute(2, 0, 1, 3, 4)
-                    grad[:, kv] = exchange.sum_parts(by_rank)
-        every = HeadPart(heads=slice(None), stored=slice(None), kv=slice(None))
-        dsinks = gradient_of_sinks(ctx, [every], dout, out, lse, delta[..., None])  # the share of this rank's tokens
-        return dq, dk, dv, dsinks, None, None, None
+        for heads, kv, keys, values in _groups(self.exchange, q, k, v):
+            sums = [torch.zeros_like(t, dtype=lse.dtype) for t in (keys, values)]
+            n = keys.shape[1]
+            for rows, chosen, at in _tiles(self.indices, keys, values):
+                ours, above, total, row = (t[:, heads, rows].unflatten(1, (n, -1)) for t in (q, dout, lse, delta))
+                fetched = _fetched(keys, at)
+                weights = (_scores(ours, fetched, chosen, self.scale) - total[..., None]).exp()
+                into = torch.einsum("bngtv,bntkv->bngtk", above, _fetched(values, at)).to(weights.dtype)
+                slopes = (weights * (into - row[..., None]) * self.scale).to(q.dtype)
+                dq[:, heads, rows] = torch.einsum("bngtk,bntkd->bngtd", slopes, fetched).flatten(1, 2)
+                parts = [
+                    torch.einsum("bngtk,bngtd->bntkd", slopes, ours),
+                    torch.einsum("bngtk,bngtv->bntkv", weights.to(v.dtype), above),
+                ]
+                for added, part in zip(sums, parts):
+                    for one, places, grad in zip(added, at, part):  # keys that are not there add zeros
+                        one.index_add_(1, places.flatten(), grad.flatten(1, 2).to(one.dtype))
+            for grad, added in zip((dk, dv), sums):
+                by_rank = added.unflatten(2, (self.exchange.ranks, -1)).permute(2, 0, 1, 3, 4)
+                grad[:, kv] = self.exchange.sum_parts(by_rank)
+        return dq, dk, dv

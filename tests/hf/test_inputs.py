@@ -12,6 +12,7 @@ from torch import nn
 import alstlib
 from alstlib.base.mesh import SPContext
 from alstlib.base.reference import relative_error, shift
+from alstlib.data.agreement import check_same
 from alstlib.data.shard import shard_batch
 from alstlib.hf.inputs import take_call
 
@@ -221,7 +222,7 @@ def alone_wrong(place):
         ("the documents: [None, (0, 23, 24)]", loss, loss, {"position_ids": last, "cu_seqlens": [0, 23, 24]}),
         ("cannot read images under sequence parallelism: known are", loss, loss, {"pixel_values": ARANGE}),
         ("the batch has no position_ids", blocks, blocks, {"position_ids": None}),
-        ("the call: [causal_lm_loss, block_step]", loss, blocks, {}),
+        ("the call: ['causal_lm_loss', 'block_step']", loss, blocks, {}),
         ("block: [5, 7]", blocks, functools.partial(blocks, block=7), {}),
         ("statistics: [False, True]", loss, functools.partial(loss, statistics=True), {}),
         ("torch.is_grad_enabled(): [True, False]", loss, torch.no_grad()(loss), {}),
@@ -255,6 +256,15 @@ def test_what_one_rank_refuses_ends_on_all(pools, world, engine):
         assert seconds < 20
         assert mean == results[0][2] > 0
     assert any(got.startswith("rank 1 refused: ValueError: position_ids of rank 1") for _, got in results[0][0])
+
+
+def told_apart(index, world):
+    return error_of(check_same, SPContext.create(world), {"seed": 1, "page": ("1", 1)[index]}, "give all the same")
+
+
+def test_a_number_and_its_digits_are_told_apart(ranks2):
+    says = "have different values of page: ['1', 1], in the order of the ranks; give all the same"
+    assert all(says in got for got in ranks2(told_apart, timeout=60))
 
 
 def attached_alone(index, world):

@@ -1,6 +1,8 @@
 """Models by name: shapes, local folders, refusals, and the dimensions that FLOPS are counted from."""
 
 import contextlib
+import importlib.metadata
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -163,10 +165,19 @@ def test_liger_is_asked_for_clearly(monkeypatch, asked, tiles, gpu, knows, outco
     monkeypatch.setattr(models, "liger_knows", lambda: (knows,))
     options = Options.plain(tiles={"loss": True} if tiles else False)
     run = RunConfig(model={"name": "tiny", "liger": asked}, options=options)
-    says = "liger=True needs a GPU and the package liger-kernel, .* does not know the model_type llama"
+    says = "liger=True needs a GPU and the package liger-kernel .* does not know the model_type llama"
     with pytest.raises(ValueError, match=says) if outcome == "refused" else contextlib.nullcontext():
         put_liger(run, model, gpu=gpu)
     assert put == [model] * (outcome is True)
+
+
+@pytest.mark.parametrize("version, knows", [(None, False), ("0.8.3", False), ("0.8.4", True), ("0.10.0", True)])
+def test_a_liger_that_counts_with_32_bits_is_as_none(monkeypatch, version, knows):
+    found = [SimpleNamespace(version=version)] if version else []
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda name: found if name == "liger-kernel" else [])
+    for name in ("liger_kernel", "liger_kernel.transformers", "liger_kernel.transformers.monkey_patch"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(MODEL_TYPE_TO_APPLY_LIGER_FN={"llama": None}))
+    assert [*models.liger_knows()] == ["llama"] * knows
 
 
 def test_weights_that_do_not_fit_or_were_cut_off(tmp_path):

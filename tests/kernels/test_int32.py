@@ -17,7 +17,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
 
 from alstlib.kernels import int32
-from alstlib.kernels.int32 import KERNELS, below_int32, guard_liger, spanned
+from alstlib.kernels.int32 import KERNELS, below_int32, spanned
 from alstlib.linear.adapter import CONVOLUTION, takes
 from alstlib.linear.adapters.gated_delta import GatedDelta
 
@@ -131,27 +131,6 @@ def test_a_mixer_runs_guarded_kernels(monkeypatch):
             space[GatedDelta.recurrence].args[1](*args)
         space[CONVOLUTION].args[1](fake(1, TOKENS, 8192, channels_last=True), fake(8192, 4))
     assert len(calls) > 1
-
-
-def test_ligers_kernels(monkeypatch):
-    rope, ropes = stand_in("liger_kernel", "liger_rotary_pos_emb")
-    norm, norms = stand_in("liger_kernel", "LigerRMSNorm")
-    module = ModuleType("modeling_toy")
-    module.apply_rotary_pos_emb = rope
-    monkeypatch.setitem(sys.modules, "modeling_toy", module)
-    model = type("Toy", (nn.Module,), {"__module__": "modeling_toy"})()
-    model.norm, model.plain = nn.Identity(), nn.Identity()
-    model.norm.forward = norm
-    guard_liger(model)
-    with FakeTensorMode():
-        assert model.norm(fake(1, TOKENS, 32, 128)).shape == (1, TOKENS, 32, 128)
-        with pytest.raises(ValueError, match=r"liger_rotary_pos_emb .* install liger-kernel 0.8.4 or later"):
-            module.apply_rotary_pos_emb(fake(1, 32, TOKENS, 128), fake(1, 8, TOKENS, 128))
-        module.apply_rotary_pos_emb(fake(1, 32, 2**18, 128), fake(1, 8, 2**18, 128))
-    assert len(norms) == 9  # 2^31 - 1 elements are not a whole number of rows
-    assert all(most < LIMIT for most, _ in norms)
-    assert len(ropes) == 1
-    assert "forward" not in vars(model.plain)
 
 
 @pytest.mark.parametrize(("installed", "guards"), [("0.5.1", True), ("0.6.0", False), ("0.10.0.post1", False)])

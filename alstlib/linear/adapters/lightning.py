@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from alstlib.base.recompute import sum_dtype
 from alstlib.base.types import OutputAndState
 from alstlib.linear.adapter import Adapter, LayerPart
-from alstlib.linear.rule import Kernel, StateRule
+from alstlib.linear.rule import StateRule
 
 AT_ONCE = 64
 """Chunks of the recurrence that are computed together, or a part of them all if that is more: a loop over single chunks
@@ -60,26 +60,18 @@ def decayed_attention(
     q, k [B, S, H, K], v [B, S, H, V], slopes [H] -> output [B, S, H, V] and the last state [B, H, K, V], in which the
     state is h = exp(-slope) h + k v^T and the output q h.
     """
-    wide = sum_dtype(v)
-    if initial_state is None:
-        initial_state = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3], dtype=wide)
+    wide, state, outs = sum_dtype(v), initial_state, []
+    if state is None:
+        state = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3], dtype=wide)
     whole, rest = divmod(q.shape[1], chunk_size)
     together = max(AT_ONCE, whole // AT_ONCE)
     full, last = divmod(whole, together)
     sizes = [size for size in [together * chunk_size] * full + [last * chunk_size, rest] if size]
-    piece = functools.partial(_piece, slopes.to(wide)[:, None, None], chunk_size)
-    out, state = in_turn(piece, [t.transpose(1, 2).to(wide) for t in (q, k, v)], sizes, initial_state)
-    return out.transpose(1, 2).to(v.dtype), state
-
-
-def in_turn(piece: Kernel, tensors: Sequence[Tensor], sizes: Sequence[int], state: Tensor) -> OutputAndState:
-    """The output [B, H, S, V] and the last state of pieces of so many tokens, of which each begins with the state that
-    the one before leaves."""
-    outs = []
-    for parts in zip(*(t.split(sizes, 2) for t in tensors)):
-        out, state = piece(state, *parts)
+    slope = slopes.to(wide)[:, None, None]
+    for parts in zip(*(t.transpose(1, 2).to(wide).split(sizes, 2) for t in (q, k, v))):
+        out, state = _piece(slope, chunk_size, state, *parts)
         outs.append(out)
-    return torch.cat(outs, 2), state
+    return torch.cat(outs, 2).transpose(1, 2).to(v.dtype), state
 
 
 def _piece(slope: Tensor, chunk_size: int, state: Tensor, *tensors: Tensor) -> OutputAndState:
