@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import alstlib
 from alstlib.base.config import RunConfig
-from alstlib.data.corpus import get_tokenizer
+from alstlib.corpus.reading import get_tokenizer
 from alstlib.data.loader import SPDataLoader
 from alstlib.hf.saving import save_model
 from alstlib.hf.zero_config import ON_DISK, check_files, engine_config

@@ -22,7 +22,7 @@ import alstlib
 from alstlib.base.config import RunConfig, Search
 from alstlib.base.mesh import accelerator, from_all
 from alstlib.contrib.sparse import Sparse, select_pages
-from alstlib.data.samples import Samples, collate, make_samples
+from alstlib.corpus.samples import Samples, collate, make_samples
 from alstlib.hf import models
 from alstlib.hf.loading import load_on_first
 from alstlib.hf.models import flop_dimensions, put_liger
