@@ -1,7 +1,7 @@
 """Rows with images, read by the model's processor: token ids, labels, and what the vision tower is given.
 
-A row has `images` (or one `image`) beside a chat in any of the formats of `alstlib.corpus.formats`, as TRL has it. Where
-no message says where they stand, the images come before the first message of the user.
+A row has `images` (or one `image`) beside a chat in any of the formats of `formats`, as TRL has it. Where no message
+says where they stand, the images come before the first message of the user.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from alstlib.base.config import RunConfig
-from alstlib.hf.public_models import PUBLIC, SHAPES
+from alstlib.loading.public_models import PUBLIC, SHAPES
 from alstlib.planner import fits
 
 PROGRESS = Path("papermill_runs/out/public_fits.json")

@@ -17,7 +17,7 @@ from mutate import mutated
 import alstlib
 from alstlib.base.config import RunConfig
 from alstlib.data.loader import SPDataLoader
-from alstlib.hf.zero_config import zero_config
+from alstlib.loading.zero_config import zero_config
 from alstlib.offload.courier import Courier
 from alstlib.offload.headroom import SHARE, device_memory
 from alstlib.offload.host_store import HostStore, Ticket

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 from alstlib.base.config import RunConfig, value_of
 from alstlib.corpus.image_rows import ImageRows
 from alstlib.corpus.reading import get_tokenizer, load_corpus
-from alstlib.hf.models import load_model
+from alstlib.loading.models import load_model
 from alstlib.planner.model_shapes import read_shape
 from alstlib.runs import finetune as command
 from alstlib.runs import progress, results, workers

@@ -41,10 +41,10 @@ from alstlib.corpus.image_rows import ImageRows, get_processor, have_images
 from alstlib.corpus.reading import get_tokenizer, load_corpus
 from alstlib.corpus.samples import SHOWN, Account, tokenize_row
 from alstlib.data.agreement import Agreement
-from alstlib.hf.loading import load_on_first, place
-from alstlib.hf.models import auto_class, beyond_training, load_model, mfu, put_liger
 from alstlib.hf.vision import image_layout, why_no_images
-from alstlib.hf.zero_config import check_files, engine_config, sizes_of
+from alstlib.loading.models import auto_class, beyond_training, load_model, mfu, put_liger
+from alstlib.loading.ranks import load_on_first, place
+from alstlib.loading.zero_config import check_files, engine_config, sizes_of
 from alstlib.planner.measure.ledger import Ledger
 from alstlib.runs import locks, results
 from alstlib.runs.progress import Pace

@@ -17,12 +17,10 @@ from alstlib.base.config import RunConfig
 from alstlib.base.mesh import accelerator
 from alstlib.base.options import Json, check_names
 from alstlib.base.peaks import PEAKS, gpu_named
-from alstlib.base.sizing import causal_pairs
-from alstlib.hf.by_position import CHUNKED
-from alstlib.hf.configs import check_model, overridden, published
-from alstlib.hf.public_models import PUBLIC, SHAPES
-from alstlib.hf.support import heads_of
+from alstlib.base.sizing import causal_pairs, heads_of
 from alstlib.kernels.int32 import guard_liger
+from alstlib.loading.configs import check_model, overridden, published
+from alstlib.loading.public_models import PUBLIC, SHAPES
 
 
 def model_config(
@@ -143,7 +141,7 @@ def windows_of(config: Any, layers: int, chunk: int | None) -> tuple[int, int]:
     have it), for a decoder of so many layers; zeros where it has neither."""
     window = getattr(config, "sliding_window", None) or (chunk or 0) // 2
     kinds = list(getattr(config, "layer_types", None) or ())
-    near = sum(kind in ("sliding_attention", CHUNKED) for kind in kinds)
+    near = sum(kind in ("sliding_attention", "chunked_attention") for kind in kinds)
     windowed = near if kinds else layers * bool(window)
     return window if windowed else 0, windowed
 
