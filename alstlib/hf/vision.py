@@ -18,7 +18,6 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from alstlib.base.options import Record
 from alstlib.base.recompute import leaves_of, own_random
 from alstlib.data.images import DEALT, IMAGE_KEYS, DealtImages, FeaturePlan, Fields, ImageLayout
 from alstlib.hf.handle import Handle
@@ -116,7 +116,7 @@ def never_trained(handle: Handle) -> set[nn.Parameter]:
     return {p for m in ran for p in m.parameters(recurse=False) if p.requires_grad and id(p) not in used}
 
 
-def take_images(handle: Handle, kwargs: dict[str, Any]) -> Mapping[str, Any]:
+def take_images(handle: Handle, kwargs: dict[str, Any]) -> Record:
     """Take what is about images out of the `kwargs` of a model's call, where the model can read them.
 
     Raises:

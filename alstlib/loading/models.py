@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from alstlib.base.config import RunConfig
 from alstlib.base.mesh import accelerator
-from alstlib.base.options import Json, check_names
+from alstlib.base.options import Json, Record, check_names
 from alstlib.base.peaks import PEAKS, gpu_named
 from alstlib.base.sizing import causal_pairs, heads_of
 from alstlib.kernels.int32 import guard_liger
@@ -24,7 +24,7 @@ from alstlib.loading.public_models import PUBLIC, SHAPES
 
 
 def model_config(
-    name: str, overrides: Mapping[str, Any], trust_remote_code: bool = False, *, shape_only: bool = False
+    name: str, overrides: Record, trust_remote_code: bool = False, *, shape_only: bool = False
 ) -> Any:
     """The transformers config of a built-in shape, a local path or a hub name, with fields overridden. With
     `shape_only`, published shapes (`public_models.PUBLIC`) need no hub: their sizes are right, other fields are

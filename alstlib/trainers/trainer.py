@@ -22,7 +22,7 @@ import inspect
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ from torch.utils.data import RandomSampler
 from transformers.utils import TransformersKwargs
 
 from alstlib.base.mesh import SPContext
-from alstlib.base.options import Json, Options
+from alstlib.base.options import Json, Options, Record
 from alstlib.base.units import IGNORE
 from alstlib.data.agreement import share_step
 from alstlib.data.images import IMAGE_KEYS, ImageLayout
@@ -264,7 +264,7 @@ class TrainerMixin(Base):
         twice = PACKED if batch.get("position_ids") is not None else ()  # documents, said a second time
         return {name: value for name, value in batch.items() if name in takes and name not in twice}
 
-    def _items(self, inputs: Mapping[str, Any]) -> Any:
+    def _items(self, inputs: Record) -> Any:
         """The tokens with a label of the step that this slice is of, a number on the CPU; None where the Trainer does
         not count them."""
         return inputs["step_tokens"] if self.model_accepts_loss_kwargs else None
@@ -325,7 +325,7 @@ class TrainerMixin(Base):
         loss = self._loss(model, inputs, num_items_in_batch)
         return (loss, {"loss": loss}) if return_outputs else loss
 
-    def _loss(self, model: nn.Module, inputs: Mapping[str, Any], items: Any, look: Look | None = None) -> Tensor:
+    def _loss(self, model: nn.Module, inputs: Record, items: Any, look: Look | None = None) -> Tensor:
         """What the Trainer's own loss is for the samples of this rank's group: the sum over their tokens, divided by
         the number of items and times the replicas, or their mean."""
         me: Any = self
@@ -350,7 +350,7 @@ class TrainerMixin(Base):
             trl[mode]["num_tokens"] = [me._total_train_tokens]
         return OverRanks.apply(out.loss / self.ctx.sp, self.ctx)
 
-    def _tokens_of_group(self, inputs: Mapping[str, Any]) -> int:
+    def _tokens_of_group(self, inputs: Record) -> int:
         tokens = inputs["shift_labels"].ne(IGNORE).sum()
         if self.ctx.sp > 1:
             dist.all_reduce(tokens, group=self.ctx.sp_group)
