@@ -29,12 +29,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import RandomSampler
 from transformers.utils import TransformersKwargs
 
 from alstlib.base.mesh import SPContext
 from alstlib.base.options import Json, Options, Record
+from alstlib.base.recompute import leaves_of, own_random
 from alstlib.base.units import IGNORE
 from alstlib.data.agreement import share_step
 from alstlib.data.images import IMAGE_KEYS, ImageLayout
@@ -44,7 +46,7 @@ from alstlib.hf.causal_lm_loss import causal_lm_loss
 from alstlib.hf.handle import Handle
 from alstlib.hf.inputs import PACKED
 from alstlib.hf.token_logps import OverRanks
-from alstlib.hf.vision import never_trained
+from alstlib.hf.vision import features_made
 from alstlib.loading.models import flop_dimensions, flos, mfu
 from alstlib.tiled.loss import Look
 from alstlib.trainers.predictions import Shown
@@ -430,3 +432,22 @@ def _say_once(text: str) -> None:
 def without_adapters(model: Any) -> Any:
     """The model itself where peft's adapters wrap it."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def never_trained(handle: Handle) -> set[nn.Parameter]:
+    """The parameters of the tower that no feature depends on, as of a last layer behind the one whose output is read:
+    they have no gradient in plain transformers either. Runs the tower on a blank image."""
+    if handle.images is None:
+        return set()
+    model, ran = handle.model, set[nn.Module]()
+    inner: Any = model.base_model
+    blank = {n: t.to(model.device, model.dtype if t.is_floating_point() else t.dtype)
+             for n, t in handle.images.joined([]).items()}  # fmt: skip
+    with (
+        handle.as_its_own(), own_random(model.device), torch.enable_grad(),
+        register_module_forward_pre_hook(lambda module, _: ran.add(module)),
+    ):  # fmt: skip
+        features = features_made(inner.get_image_features(**blank))
+    used = {id(p) for p in leaves_of([t for t in features if t.requires_grad])}
+    # of a module that does not run here, such as the projector of Llama 4, nothing is known
+    return {p for m in ran for p in m.parameters(recurse=False) if p.requires_grad and id(p) not in used}
