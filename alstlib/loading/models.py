@@ -23,9 +23,7 @@ from alstlib.loading.configs import check_model, overridden, published
 from alstlib.loading.public_models import PUBLIC, SHAPES
 
 
-def model_config(
-    name: str, overrides: Record, trust_remote_code: bool = False, *, shape_only: bool = False
-) -> Any:
+def model_config(name: str, overrides: Record, trust_remote_code: bool = False, *, shape_only: bool = False) -> Any:
     """The transformers config of a built-in shape, a local path or a hub name, with fields overridden. With
     `shape_only`, published shapes (`public_models.PUBLIC`) need no hub: their sizes are right, other fields are
     defaults.
