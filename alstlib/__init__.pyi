@@ -14,7 +14,7 @@ from .hf.handle import Handle as Handle
 from .hf.saving import save_model as save_model
 from .hf.token_logps import sequence_logps as sequence_logps
 from .hf.token_logps import token_logps as token_logps
-from .hf.zero_config import zero_config as zero_config
+from .loading.zero_config import zero_config as zero_config
 from .offload.host_store import HostOutOfMemory as HostOutOfMemory
 from .planner.measure.ledger import DeviceOutOfMemory as DeviceOutOfMemory
 from .runs.launch import RunFailed as RunFailed

@@ -22,7 +22,7 @@ LAYERS = (
     ("runs",),  # programs, and the workers that they start
     ("planner",),  # on paper: what is simulated, measured and predicted
     ("trainers", "trees", "contrib"),
-    ("figures",),
+    ("figures", "corpus", "loading"),  # a user's files and models, for the programs
     ("hf",),  # the core
     ("streaming", "linear"),
     ("ulysses", "data", "tiled", "offload", "kernels"),

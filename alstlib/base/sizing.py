@@ -363,3 +363,12 @@ def kv_needed(heads: int, kv_heads: int, ranks: int) -> int:
 
 KV_SHARE = 0.5
 """The share of a device's free memory that keys and values of a layer may take there with `on_host="auto"`."""
+
+
+def heads_of(config: Any) -> tuple[int, int, int]:
+    """Query heads, key/value heads and the width of a head, as a transformers config has them; zeros without any."""
+    heads = getattr(config, "num_attention_heads", None)
+    if heads is None:
+        return 0, 0, 0
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return heads, getattr(config, "num_key_value_heads", None) or heads, width

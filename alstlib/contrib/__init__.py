@@ -1,4 +1,4 @@
 """What builds on the core and has no promise to combine with everything. It has tests of its own.
 
-`sparse` chooses the pages of keys that chunks of queries see; `reference` is the plain version of that choice.
+`sparse` chooses the pages of keys that chunks of queries see; its test has the plain version of that choice.
 """

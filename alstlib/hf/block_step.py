@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from alstlib.base.options import Record
 from alstlib.base.recompute import Replay
 from alstlib.base.units import IGNORE
 from alstlib.hf.causal_lm_loss import (
@@ -38,7 +39,7 @@ from alstlib.ulysses.alltoall import stripe, unstripe
 
 
 def block_step(
-    engine: Any, batch: Mapping[str, Any], block: int = 16_384, engine_divides_by: int | None = None, *,
+    engine: Any, batch: Record, block: int = 16_384, engine_divides_by: int | None = None, *,
     last_micro_batch: bool | None = None, objective: Callable[[Tensor], Tensor] | None = None, temperature: float = 1.0,
 ) -> Loss:  # fmt: skip
     """Run forward and backward of one micro-batch, one block of tokens through the whole model at a time.
@@ -118,7 +119,7 @@ def block_step(
 
 
 def _whole(
-    engine: Any, given: Mapping[str, Any], state: PassState, batch: Mapping[str, Any], handle: Handle, divides: int,
+    engine: Any, given: Record, state: PassState, batch: Record, handle: Handle, divides: int,
     objective: Callable[[Tensor], Tensor] | None,
 ) -> Loss:  # fmt: skip
     """The loss of a micro-batch that is one block."""
@@ -191,7 +192,7 @@ def check_block(handle: Handle, block: Any) -> None:
         raise ValueError(f"{why}: the model cannot run by blocks; use causal_lm_loss, with more ranks or offload")
 
 
-def check_planned(batch: Mapping[str, Any]) -> None:
+def check_planned(batch: Record) -> None:
     """Refuse images of which it is not known where their tokens are (ValueError)."""
     if batch.get("pixel_values") is not None and "image_plan" not in batch:
         raise ValueError(
@@ -290,7 +291,7 @@ class MicroBatch:
         """What backward multiplies the losses by; of log-probabilities [B, L], one number for each."""
 
     @contextlib.contextmanager
-    def order(self, batch: Mapping[str, Any], count: int) -> Iterator[list[tuple[MicroBatch, int]]]:
+    def order(self, batch: Record, count: int) -> Iterator[list[tuple[MicroBatch, int]]]:
         """Its blocks, and as many without tokens after them that they are `count`; their pages go in the end."""
         order = [(self, i) for i in range(self.blocks.count)]
         order += [(without_tokens(self.handle, batch), 0) for _ in range(count - len(order))]
@@ -328,7 +329,7 @@ class MicroBatch:
         return unstripe(whole.flatten(0, -2), self.blocks.block, self.handle.ctx).view(whole.shape)
 
 
-def without_tokens(handle: Handle, batch: Mapping[str, Any]) -> MicroBatch:
+def without_tokens(handle: Handle, batch: Record) -> MicroBatch:
     """A micro-batch of one token a rank, without a label: a rank that has fewer blocks than another runs it, because
     engines gather weights and reduce gradients on all ranks together."""
     like = batch["input_ids"][:1, :1]

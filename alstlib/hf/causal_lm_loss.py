@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from alstlib.base.mesh import SPContext
+from alstlib.base.options import Record
 from alstlib.base.units import IGNORE
 from alstlib.data.images import DEALT
 from alstlib.data.shard import Batch
@@ -46,7 +47,7 @@ class Loss:
 
 
 def causal_lm_loss(
-    model: Any, batch: Mapping[str, Any], engine_divides_by: int | None = None, *, statistics: bool = False,
+    model: Any, batch: Record, engine_divides_by: int | None = None, *, statistics: bool = False,
     label_smoothing: float = 0.0, look: Look | None = None, router_tokens: float | None = None, dft: bool = False,
 ) -> Loss:  # fmt: skip
     """Run the model on this rank's slice of a micro-batch, and return the training loss.
@@ -95,7 +96,7 @@ def causal_lm_loss(
 
 
 def loss_of(
-    model: Any, given: Mapping[str, Any], state: PassState, batch: Mapping[str, Any], ctx: SPContext,
+    model: Any, given: Record, state: PassState, batch: Record, ctx: SPContext,
     engine_divides_by: int,
 ) -> Loss:  # fmt: skip
     """`causal_lm_loss` after all checks, with what the model is `given`, and the pass that its call begins."""
@@ -113,7 +114,7 @@ KNOWN = (*FIELDS, *CHECKED, "step_tokens", "seen_tokens", "accumulation", "label
 """Fields of a batch. Labels are not looked at, because shift_labels are the same labels."""
 
 
-def fields_of(batch: Mapping[str, Any]) -> Batch:
+def fields_of(batch: Record) -> Batch:
     """The fields of a batch that an attached model is given."""
     return {name: batch[name] for name in (*FIELDS, *CHECKED) if batch.get(name) is not None}
 
@@ -149,7 +150,7 @@ def divisor_of(engine: Any, given: int | None) -> Any:
     return (accumulation_of(engine) or 1) if given is None else given
 
 
-def check_accumulation(engine: Any, batch: Mapping[str, Any], given: int | None) -> None:
+def check_accumulation(engine: Any, batch: Record, given: int | None) -> None:
     """Refuse a batch of an optimizer step that has another number of micro-batches in the engine than in the loader
     (ValueError)."""
     counted, steps = batch.get("accumulation"), accumulation_of(engine)
@@ -161,7 +162,7 @@ def check_accumulation(engine: Any, batch: Mapping[str, Any], given: int | None)
 
 
 def share_of(
-    total: Tensor, labels: Tensor, batch: Mapping[str, Any], ctx: SPContext, engine_divides_by: int,
+    total: Tensor, labels: Tensor, batch: Record, ctx: SPContext, engine_divides_by: int,
     found: Tensor | None = None,
 ) -> tuple[Any, dict[str, Tensor]]:  # fmt: skip
     """What this rank's sum of losses is multiplied by for backward, and the fields of `Loss` of the whole micro-batch:

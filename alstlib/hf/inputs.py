@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from alstlib.base.mesh import ATTACHED, SPContext
+from alstlib.base.options import Record
 from alstlib.base.units import IGNORE
 from alstlib.data.agreement import Agreement
 from alstlib.hf.by_position import chunk_offsets
@@ -65,7 +66,7 @@ def handle_of(model: Any) -> Handle:
 
 
 def agree(
-    handle: Handle, call: str, arguments: Mapping[str, Any], batch: Any, *, always: bool = False,
+    handle: Handle, call: str, arguments: Record, batch: Any, *, always: bool = False,
     own_group: bool = False,
 ) -> Agreement:  # fmt: skip
     """The agreement on a call of an attached model.

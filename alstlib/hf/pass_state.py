@@ -6,13 +6,14 @@ goes on with a copy that says which pass it is in and which tokens it has.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from alstlib.base.options import Record
 from alstlib.base.recompute import Pass, Saved, now
 from alstlib.hf.router_loss import RouterLoss
 from alstlib.kernels.spans import Offsets
@@ -49,7 +50,7 @@ class StepInputs:
     """[1, 1] the largest position of the whole sequence, where the model asks for it (`Facts.by_longest`)."""
     real: Tensor | None = None
     """[B, L] which tokens are not padding; None: all."""
-    images: Mapping[str, Any] = field(default_factory=dict)
+    images: Record = field(default_factory=dict)
     """What the call is given of images, by the names of `data.images.DEALT`; empty: nothing."""
     seen: Tensor | None = None
     """[n] the tokens of a block that the head sees, one for each of n labels; None: each token once."""

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from alstlib.base.mesh import ATTACHED
+from alstlib.base.sizing import heads_of
 from alstlib.hf.by_position import CHUNKED, attention_chunk, scales_by_position
 from alstlib.hf.dry_run import MASK_WITH_WINDOW, ROWS, Keys, LayerCall, dry_run
 from alstlib.hf.indexed import INDEXED, WHY_WHOLE, AnyMask, has_indexer
@@ -284,15 +285,6 @@ def _mixes_tokens(module: nn.Module) -> bool:
     by_statistics = isinstance(module, nn.modules.batchnorm._NormBase)  # of the tokens of a call, while it trains
     over_tokens = isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1
     return named or by_statistics or over_tokens or isinstance(module, nn.RNNBase)
-
-
-def heads_of(config: Any) -> tuple[int, int, int]:
-    """Query heads, key/value heads and the width of a head, as a transformers config has them; zeros without any."""
-    heads = getattr(config, "num_attention_heads", None)
-    if heads is None:
-        return 0, 0, 0
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return heads, getattr(config, "num_key_value_heads", None) or heads, width
 
 
 def check_attention(module: nn.Module, mask: Any, dropout: float, kwargs: dict[str, Any]) -> None:

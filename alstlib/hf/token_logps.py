@@ -5,7 +5,6 @@ Shape legend: B samples of a micro-batch, L tokens of this rank's slice, D docum
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from alstlib.base.mesh import SPContext
+from alstlib.base.options import Record
 from alstlib.base.recompute import first_order
 from alstlib.hf.block_step import MicroBatch, check_block, check_planned, check_temperature, run_forward
 from alstlib.hf.causal_lm_loss import check_batch, fields_of
@@ -35,7 +35,7 @@ class TokenLogps(NamedTuple):
 
 
 def token_logps(
-    model: Any, batch: Mapping[str, Any], *, statistics: bool = False, temperature: float = 1.0,
+    model: Any, batch: Record, *, statistics: bool = False, temperature: float = 1.0,
     block: int | None = None,
 ) -> Any:  # fmt: skip
     """The log-probability of each label of this rank's slice, in nats: [B, L] in fp32 (or wider), 0 where the label is
@@ -98,7 +98,7 @@ def token_logps(
     return logps if found is None else TokenLogps(logps, found.entropy, found.correct, found.mean)
 
 
-def sequence_logps(logps: Tensor, batch: Mapping[str, Any], ctx: SPContext) -> Tensor:
+def sequence_logps(logps: Tensor, batch: Record, ctx: SPContext) -> Tensor:
     """The sum of `token_logps` (or of other values of tokens) over each whole sequence, the same on all ranks of the SP
     group.
 

@@ -18,17 +18,15 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from alstlib.base.recompute import leaves_of, own_random
+from alstlib.base.options import Record
 from alstlib.data.images import DEALT, IMAGE_KEYS, DealtImages, FeaturePlan, Fields, ImageLayout
 from alstlib.hf.handle import Handle
 from alstlib.hf.pass_state import PassState
@@ -97,26 +95,7 @@ def tower_modules(model: PreTrainedModel) -> list[nn.Module]:
     return [m for m in model.modules() if m not in text and not text & {*m.modules()}]
 
 
-def never_trained(handle: Handle) -> set[nn.Parameter]:
-    """The parameters of the tower that no feature depends on, as of a last layer behind the one whose output is read:
-    they have no gradient in plain transformers either. Runs the tower on a blank image."""
-    if handle.images is None:
-        return set()
-    model, ran = handle.model, set[nn.Module]()
-    inner: Any = model.base_model
-    blank = {n: t.to(model.device, model.dtype if t.is_floating_point() else t.dtype)
-             for n, t in handle.images.joined([]).items()}  # fmt: skip
-    with (
-        handle.as_its_own(), own_random(model.device), torch.enable_grad(),
-        register_module_forward_pre_hook(lambda module, _: ran.add(module)),
-    ):  # fmt: skip
-        features = features_made(inner.get_image_features(**blank))
-    used = {id(p) for p in leaves_of([t for t in features if t.requires_grad])}
-    # of a module that does not run here, such as the projector of Llama 4, nothing is known
-    return {p for m in ran for p in m.parameters(recurse=False) if p.requires_grad and id(p) not in used}
-
-
-def take_images(handle: Handle, kwargs: dict[str, Any]) -> Mapping[str, Any]:
+def take_images(handle: Handle, kwargs: dict[str, Any]) -> Record:
     """Take what is about images out of the `kwargs` of a model's call, where the model can read them.
 
     Raises:

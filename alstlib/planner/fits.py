@@ -30,7 +30,7 @@ from typing import Any
 
 from alstlib.base.config import RunConfig, not_default
 from alstlib.base.options import Options
-from alstlib.hf.configs import find_config, overridden
+from alstlib.loading.configs import find_config, overridden
 from alstlib.planner.progress import watched
 
 SIMULATOR = "alstlib.planner.measure.answers"

@@ -119,7 +119,7 @@ class Shape:
 
     @property
     def dense_parameters(self) -> int:
-        """What multiplies each token: the layers' matrices and the head (as `hf.models.flos` counts)."""
+        """What multiplies each token: the layers' matrices and the head (as `loading.models.flos` counts)."""
         return self.mixing + self.mlp_of_token + self.embedding
 
     @property

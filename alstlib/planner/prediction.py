@@ -41,7 +41,7 @@ def missing(sides: Iterable[Side]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Loading:
-    """Peaks while the model is loaded (`hf.loading`), before any step and for every length the same. Bytes."""
+    """Peaks while the model is loaded (`loading.ranks`), before any step and for every length the same. Bytes."""
 
     device: int = 0
     """A rank's part of the weights, and under ZeRO-3 one whole tensor."""

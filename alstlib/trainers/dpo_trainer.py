@@ -14,7 +14,7 @@ a row, L tokens of this rank's slice.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import tee
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from alstlib.base.options import Record
 from alstlib.base.units import IGNORE
 from alstlib.data.shard import Batch
 from alstlib.hf.token_logps import token_logps
@@ -58,7 +59,7 @@ class DPOTrainerMixin(LogpsMixin):
 
     # ----- batches
 
-    def _items(self, inputs: Mapping[str, Any]) -> None:
+    def _items(self, inputs: Record) -> None:
         """The loss is a mean over pairs, and nothing is counted."""
 
     def _share(self, batches: Iterable[Any]) -> list[Any]:
@@ -89,10 +90,10 @@ class DPOTrainerMixin(LogpsMixin):
 
     # ----- the loss
 
-    def _pairs(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+    def _pairs(self, inputs: Record) -> dict[str, Tensor]:
         return {name: value.to(self.args.device) for name, value in inputs[PAIRS].items()}
 
-    def _scorer(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+    def _scorer(self, model: nn.Module, inputs: Record) -> Any:
         """Called as DPOTrainer calls its model, with TRL's fused head."""
         return functools.partial(_score, model, inputs, self)
 
@@ -135,7 +136,7 @@ class DPOTrainerMixin(LogpsMixin):
             return self.compute_loss(model, self._prepare_inputs(batch)), None, None
 
 
-def _score(model: nn.Module, inputs: Mapping[str, Any], trainer: DPOTrainerMixin, **_: Any) -> Any:
+def _score(model: nn.Module, inputs: Record, trainer: DPOTrainerMixin, **_: Any) -> Any:
     """What TRL's fused head returns of whole samples, each fp64 [2P, S-1], from the slices of all ranks."""
     if trainer.trees is not None:  # the reference's, without gradients
         return SimpleNamespace(log_probs=trainer._tree_logps(model, trainer._known(inputs[PAIRS])).double())

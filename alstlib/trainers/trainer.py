@@ -22,19 +22,21 @@ import inspect
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import RandomSampler
 from transformers.utils import TransformersKwargs
 
 from alstlib.base.mesh import SPContext
-from alstlib.base.options import Json, Options
+from alstlib.base.options import Json, Options, Record
+from alstlib.base.recompute import leaves_of, own_random
 from alstlib.base.units import IGNORE
 from alstlib.data.agreement import share_step
 from alstlib.data.images import IMAGE_KEYS, ImageLayout
@@ -43,9 +45,9 @@ from alstlib.hf.attach import apply
 from alstlib.hf.causal_lm_loss import causal_lm_loss
 from alstlib.hf.handle import Handle
 from alstlib.hf.inputs import PACKED
-from alstlib.hf.models import flop_dimensions, flos, mfu
 from alstlib.hf.token_logps import OverRanks
-from alstlib.hf.vision import never_trained
+from alstlib.hf.vision import features_made
+from alstlib.loading.models import flop_dimensions, flos, mfu
 from alstlib.tiled.loss import Look
 from alstlib.trainers.predictions import Shown
 from alstlib.trainers.sampling import SharedOrder, spread_neftune
@@ -264,7 +266,7 @@ class TrainerMixin(Base):
         twice = PACKED if batch.get("position_ids") is not None else ()  # documents, said a second time
         return {name: value for name, value in batch.items() if name in takes and name not in twice}
 
-    def _items(self, inputs: Mapping[str, Any]) -> Any:
+    def _items(self, inputs: Record) -> Any:
         """The tokens with a label of the step that this slice is of, a number on the CPU; None where the Trainer does
         not count them."""
         return inputs["step_tokens"] if self.model_accepts_loss_kwargs else None
@@ -325,7 +327,7 @@ class TrainerMixin(Base):
         loss = self._loss(model, inputs, num_items_in_batch)
         return (loss, {"loss": loss}) if return_outputs else loss
 
-    def _loss(self, model: nn.Module, inputs: Mapping[str, Any], items: Any, look: Look | None = None) -> Tensor:
+    def _loss(self, model: nn.Module, inputs: Record, items: Any, look: Look | None = None) -> Tensor:
         """What the Trainer's own loss is for the samples of this rank's group: the sum over their tokens, divided by
         the number of items and times the replicas, or their mean."""
         me: Any = self
@@ -350,7 +352,7 @@ class TrainerMixin(Base):
             trl[mode]["num_tokens"] = [me._total_train_tokens]
         return OverRanks.apply(out.loss / self.ctx.sp, self.ctx)
 
-    def _tokens_of_group(self, inputs: Mapping[str, Any]) -> int:
+    def _tokens_of_group(self, inputs: Record) -> int:
         tokens = inputs["shift_labels"].ne(IGNORE).sum()
         if self.ctx.sp > 1:
             dist.all_reduce(tokens, group=self.ctx.sp_group)
@@ -430,3 +432,22 @@ def _say_once(text: str) -> None:
 def without_adapters(model: Any) -> Any:
     """The model itself where peft's adapters wrap it."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def never_trained(handle: Handle) -> set[nn.Parameter]:
+    """The parameters of the tower that no feature depends on, as of a last layer behind the one whose output is read:
+    they have no gradient in plain transformers either. Runs the tower on a blank image."""
+    if handle.images is None:
+        return set()
+    model, ran = handle.model, set[nn.Module]()
+    inner: Any = model.base_model
+    blank = {n: t.to(model.device, model.dtype if t.is_floating_point() else t.dtype)
+             for n, t in handle.images.joined([]).items()}  # fmt: skip
+    with (
+        handle.as_its_own(), own_random(model.device), torch.enable_grad(),
+        register_module_forward_pre_hook(lambda module, _: ran.add(module)),
+    ):  # fmt: skip
+        features = features_made(inner.get_image_features(**blank))
+    used = {id(p) for p in leaves_of([t for t in features if t.requires_grad])}
+    # of a module that does not run here, such as the projector of Llama 4, nothing is known
+    return {p for m in ran for p in m.parameters(recurse=False) if p.requires_grad and id(p) not in used}

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from alstlib.base.options import Record
 from alstlib.data.agreement import check_same
 from alstlib.hf.inputs import check_number
-from alstlib.hf.models import beyond_training
-from alstlib.hf.zero_config import check_files, on_nvme
+from alstlib.loading.models import beyond_training
+from alstlib.loading.zero_config import check_files, on_nvme
 
 REPLACED = ("compute_loss", "prediction_step", "get_batch_samples", "_prepare_inputs")
 """Methods of a Trainer that are the mixin's altogether: what a class behind it does there would be lost."""
@@ -84,7 +84,7 @@ def check_arguments(trainer: Any) -> None:
     _refuse(found, "TrainerMixin")
 
 
-def deepspeed_config(trainer: Any) -> Mapping[str, Any]:
+def deepspeed_config(trainer: Any) -> Record:
     """The configuration that the user gave DeepSpeed; empty without it."""
     plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
     return {} if plugin is None else plugin.deepspeed_config

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from alstlib.base.options import Record
 from alstlib.base.recompute import Replay
 from alstlib.base.units import IGNORE
 from alstlib.data.agreement import everyones
@@ -69,7 +70,7 @@ class OfStatistics:
 
 
 def tree_step(
-    engine: Any, trajectories: Sequence[Mapping[str, Any]], block: int = 16_384, engine_divides_by: int | None = None,
+    engine: Any, trajectories: Sequence[Record], block: int = 16_384, engine_divides_by: int | None = None,
     *, divisor: float | None = None, objective: Callable[[list[Any]], Tensor] | None = None,
     temperature: float = 1.0, last_micro_batch: bool | None = None,
 ) -> TreeStep:  # fmt: skip

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from alstlib import SPContext
 from alstlib.base.config import RunConfig
-from alstlib.hf.models import model_config
-from alstlib.hf.support import heads_of
+from alstlib.base.sizing import heads_of
 from alstlib.kernels.spans import Offsets, document_spans
+from alstlib.loading.models import model_config
 from alstlib.runs.progress import Pace
 from alstlib.runs.train.worker import Job, run_worker, timed
 from alstlib.ulysses.alltoall import whole_heads

@@ -23,8 +23,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 import alstlib
-from alstlib.hf.models import load_model
-from alstlib.hf.support import heads_of
+from alstlib.base.sizing import heads_of
+from alstlib.loading.models import load_model
 from alstlib.planner.measure.ledger import Ledger
 from alstlib.runs.progress import Pace
 from alstlib.runs.train.worker import Job, run_worker, timed

@@ -17,7 +17,7 @@ from mutate import mutated
 import alstlib
 from alstlib.base.config import RunConfig
 from alstlib.data.loader import SPDataLoader
-from alstlib.hf.zero_config import zero_config
+from alstlib.loading.zero_config import zero_config
 from alstlib.offload.courier import Courier
 from alstlib.offload.headroom import SHARE, device_memory
 from alstlib.offload.host_store import HostStore, Ticket
@@ -303,7 +303,7 @@ def trained(rank, world, out, budget):
     """The result of a run on the device, by the worker of `alst run`."""
     from device import accelerator
 
-    from alstlib.hf import loading, models
+    from alstlib.loading import models, ranks
     from alstlib.runs import results
     from alstlib.runs.train import ablation
 
@@ -312,7 +312,7 @@ def trained(rank, world, out, budget):
 
     def load(run, dtype, where):
         """Not by `p.data = ...`, which takes a parameter to CUDA but not to this device."""
-        return loading.UnplacedModel(models.load_model(run, dtype).to(where), {}, where)
+        return ranks.UnplacedModel(models.load_model(run, dtype).to(where), {}, where)
 
     out.mkdir()
     gc.collect()
@@ -340,14 +340,14 @@ def test_a_run_trains_on_the_device_within_its_memory(late1, tmp_path):
 
 
 def drawn(rank, world, limit):
-    from alstlib.hf import loading
+    from alstlib.loading import ranks
 
     here = torch.get_device_module(module.device())
     gc.collect()
     here.reset_peak_memory_stats()
     before = here.memory_allocated()
     module.limit(limit)
-    made = loading._whole(RunConfig(model={"name": "tiny"}), torch.float32, module.device(), images=False)
+    made = ranks._whole(RunConfig(model={"name": "tiny"}), torch.float32, module.device(), images=False)
     module.limit(1.0)
     taken = here.max_memory_allocated() - before
     assert {p.device.type for p in made.parameters()} == {"cpu"}

@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from alstlib.base.config import RunConfig
 from alstlib.base.units import GIB
-from alstlib.data.corpus import load_corpus
-from alstlib.data.samples import make_samples
-from alstlib.hf.models import flop_dimensions, flos, load_model
+from alstlib.corpus.reading import load_corpus
+from alstlib.corpus.samples import make_samples
+from alstlib.loading.models import flop_dimensions, flos, load_model
 from alstlib.planner.preflight import outlook, why_not
 from alstlib.planner.question import Question
 from alstlib.planner.search import Trials

@@ -25,9 +25,9 @@ from trainers import SETTINGS, accelerate_here
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, TrainerCallback
 
 from alstlib.base.config import RunConfig, value_of
-from alstlib.data.corpus import get_tokenizer, load_corpus
-from alstlib.data.image_rows import ImageRows
-from alstlib.hf.models import load_model
+from alstlib.corpus.image_rows import ImageRows
+from alstlib.corpus.reading import get_tokenizer, load_corpus
+from alstlib.loading.models import load_model
 from alstlib.planner.model_shapes import read_shape
 from alstlib.runs import finetune as command
 from alstlib.runs import progress, results, workers

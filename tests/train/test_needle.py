@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from alstlib.base.config import RunConfig
 from alstlib.base.units import IGNORE
-from alstlib.data.samples import make_samples
+from alstlib.corpus.samples import make_samples
 from alstlib.runs import results
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -30,10 +30,10 @@ from alstlib.base.config import RunConfig
 from alstlib.base.mesh import join_fake
 from alstlib.base.sizing import TileRule, as_on, tiles_of
 from alstlib.hf import attach
-from alstlib.hf.models import load_model
 from alstlib.hf.vision import tower_modules
 from alstlib.kernels import blockwise
 from alstlib.linear.ways import StateLayer
+from alstlib.loading.models import load_model
 from alstlib.planner.fits import KERNEL
 from alstlib.planner.measure.fused_states import fused_states
 from alstlib.planner.measure.ledger import Ledger, _CpuInstrument
@@ -132,7 +132,7 @@ def simulate(run: RunConfig, ranks: int, device: str = "cuda", *, capability: in
 
 def whole_model(run: RunConfig, device: str, images: bool = False) -> Any:
     """The run's model with the weights that train, made on the device of the context; with `images` it is to read
-    images (`hf.models.auto_class`)."""
+    images (`loading.models.auto_class`)."""
     if run.contrib.sparse is not None:
         raise ValueError(
             f"contrib.sparse={run.contrib.sparse} cannot be simulated: fake tensors have no values to choose pages by. "

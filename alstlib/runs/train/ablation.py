@@ -22,11 +22,11 @@ import alstlib
 from alstlib.base.config import RunConfig, Search
 from alstlib.base.mesh import accelerator, from_all
 from alstlib.contrib.sparse import Sparse, select_pages
-from alstlib.data.samples import Samples, collate, make_samples
-from alstlib.hf import models
-from alstlib.hf.loading import load_on_first
-from alstlib.hf.models import flop_dimensions, put_liger
+from alstlib.corpus.samples import Samples, collate, make_samples
 from alstlib.hf.saving import save_model
+from alstlib.loading import models
+from alstlib.loading.models import flop_dimensions, put_liger
+from alstlib.loading.ranks import load_on_first
 from alstlib.planner.measure.ledger import Ledger, ran_out
 from alstlib.planner.search import Trials, longest_that_fits
 from alstlib.runs.progress import Pace, Progress, ProgressReader

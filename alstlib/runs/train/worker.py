@@ -21,10 +21,10 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from alstlib.base.config import RunConfig
 from alstlib.base.mesh import SPContext, accelerator, from_all, join_fake, own_device, take_device
-from alstlib.data.corpus import get_tokenizer, has_tokenizer, load_corpus
-from alstlib.data.formats import only_tokens
-from alstlib.hf.models import model_config
-from alstlib.hf.public_models import SHAPES
+from alstlib.corpus.formats import only_tokens
+from alstlib.corpus.reading import get_tokenizer, has_tokenizer, load_corpus
+from alstlib.loading.models import model_config
+from alstlib.loading.public_models import SHAPES
 from alstlib.offload.disk_store import DiskStore
 from alstlib.planner import devices
 from alstlib.planner.fits import known_only

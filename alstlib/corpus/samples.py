@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 from alstlib.base.options import Record
 from alstlib.base.units import IGNORE
-from alstlib.data.formats import IMAGES, Messages, canonical_columns, format_of, read_row
+from alstlib.corpus.formats import IMAGES, Messages, canonical_columns, format_of, read_row
 
 logger = logging.getLogger(__name__)
 
@@ -239,7 +239,7 @@ class Samples(Dataset):
     """A map-style dataset of samples of exactly `seq_len` tokens. Its documents are shuffled by `seed`.
 
     Args:
-        corpus: what `load_corpus` returns, or any dataset of `datasets` in a format that `alstlib.data.formats` lists.
+        corpus: what `load_corpus` returns, or any dataset of `datasets` in a format that `formats` lists.
         tokenizer: what `get_tokenizer` returns, or another tokenizer of transformers.
         seq_len: the number of tokens in each sample.
         packed: False: each sample is one text with positions 0 to S - 1: a part of a long document, or short documents

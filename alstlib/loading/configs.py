@@ -8,13 +8,12 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from alstlib.base.config import check_path
-from alstlib.base.options import Json
-from alstlib.hf.public_models import PUBLIC, SHAPES
+from alstlib.base.options import Json, Record
+from alstlib.loading.public_models import PUBLIC, SHAPES
 
 
 def check_model(name: str) -> None:
@@ -42,11 +41,11 @@ def check_model(name: str) -> None:
         ) from e
 
 
-def overridden(config: Mapping[str, Any], fields: Mapping[str, Any]) -> Json:
+def overridden(config: Record, fields: Record) -> Json:
     """A config with these fields in place of its own. The width of its heads follows the model's width and the number
     of heads, unless the config has heads of another width or the fields name one."""
 
-    def even(of: Mapping[str, Any]) -> Any:
+    def even(of: Record) -> Any:
         return of["hidden_size"] // of["num_attention_heads"]
 
     made, width, sizes = {**config, **fields}, config.get("head_dim"), {"hidden_size", "num_attention_heads"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from alstlib.base.config import FIELDS, RunConfig
 from alstlib.base.mesh import accelerator, own_device
-from alstlib.base.options import Json, check_names
+from alstlib.base.options import Json, Record, check_names
 from alstlib.base.sizing import FP32_ON_DISK, ON_DISK, zero_bucket
 
 
@@ -45,7 +45,7 @@ def zero_config(model: torch.nn.Module, **fields: Any) -> dict[str, Any]:
     return config
 
 
-def on_nvme(config: Mapping[str, Any]) -> list[str]:
+def on_nvme(config: Record) -> list[str]:
     """What a configuration of DeepSpeed offloads to a disk: offload_optimizer, offload_param."""
     zero = config.get("zero_optimization") or {}
     return [name for name in ("offload_optimizer", "offload_param") if (zero.get(name) or {}).get("device") == "nvme"]
@@ -56,7 +56,7 @@ def sizes_of(parameters: Iterable[Any]) -> list[int]:
     return [getattr(p, "ds_numel", p.numel()) for p in parameters]
 
 
-def check_files(config: Mapping[str, Any]) -> None:
+def check_files(config: Record) -> None:
     """Refuse a configuration that offloads to a disk (`nvme`) where DeepSpeed would keep all in memory, or fail later.
 
     Raises:

@@ -10,9 +10,9 @@ import torch
 from cases import check_refused
 from datasets import Dataset
 
-from alstlib.data.corpus import EOS, _library_files, get_tokenizer, load_corpus
-from alstlib.data.formats import canonical_columns
-from alstlib.data.samples import collate, inside, make_samples, tokenize_row
+from alstlib.corpus.formats import canonical_columns
+from alstlib.corpus.reading import EOS, _library_files, get_tokenizer, load_corpus
+from alstlib.corpus.samples import collate, inside, make_samples, tokenize_row
 from alstlib.data.shard import shard_batch
 
 CHATML = (

@@ -1,7 +1,7 @@
 """Rows with images, read by the model's processor: token ids, labels, and what the vision tower is given.
 
-A row has `images` (or one `image`) beside a chat in any of the formats of `alstlib.data.formats`, as TRL has it. Where
-no message says where they stand, the images come before the first message of the user.
+A row has `images` (or one `image`) beside a chat in any of the formats of `formats`, as TRL has it. Where no message
+says where they stand, the images come before the first message of the user.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from alstlib.base.config import nearest_path
 from alstlib.base.options import Json, Record
 from alstlib.base.units import IGNORE
-from alstlib.data.formats import IMAGES, read_row
-from alstlib.data.samples import Document, Passages, inside, said_in_chat
+from alstlib.corpus.formats import IMAGES, read_row
+from alstlib.corpus.samples import Document, Passages, inside, said_in_chat
 
 
 def have_images(rows: Any) -> bool:

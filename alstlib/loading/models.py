@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -16,18 +16,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from alstlib.base.config import RunConfig
 from alstlib.base.mesh import accelerator
-from alstlib.base.options import Json, check_names
+from alstlib.base.options import Json, Record, check_names
 from alstlib.base.peaks import PEAKS, gpu_named
-from alstlib.base.sizing import causal_pairs
-from alstlib.hf.by_position import CHUNKED
-from alstlib.hf.configs import check_model, overridden, published
-from alstlib.hf.public_models import PUBLIC, SHAPES
-from alstlib.hf.support import heads_of
+from alstlib.base.sizing import causal_pairs, heads_of
+from alstlib.loading.configs import check_model, overridden, published
+from alstlib.loading.public_models import PUBLIC, SHAPES
 
 
-def model_config(
-    name: str, overrides: Mapping[str, Any], trust_remote_code: bool = False, *, shape_only: bool = False
-) -> Any:
+def model_config(name: str, overrides: Record, trust_remote_code: bool = False, *, shape_only: bool = False) -> Any:
     """The transformers config of a built-in shape, a local path or a hub name, with fields overridden. With
     `shape_only`, published shapes (`public_models.PUBLIC`) need no hub: their sizes are right, other fields are
     defaults.
@@ -143,7 +139,7 @@ def windows_of(config: Any, layers: int, chunk: int | None) -> tuple[int, int]:
     have it), for a decoder of so many layers; zeros where it has neither."""
     window = getattr(config, "sliding_window", None) or (chunk or 0) // 2
     kinds = list(getattr(config, "layer_types", None) or ())
-    near = sum(kind in ("sliding_attention", CHUNKED) for kind in kinds)
+    near = sum(kind in ("sliding_attention", "chunked_attention") for kind in kinds)
     windowed = near if kinds else layers * bool(window)
     return window if windowed else 0, windowed
 
