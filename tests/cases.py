@@ -76,28 +76,35 @@ def each_document(sample):
     ]
 
 
-def plain_run(model, samples, scale=1.0):
+def plain_run(model, samples):
     """The oracle: plain transformers on one process, document by document: loss and gradients of the mean over all
-    labels of all samples and, of routers, the balance over all documents."""
-    model, total, routed = copy.deepcopy(model), torch.zeros((), dtype=torch.float64), []
-    samples = [part for sample in samples for part in each_document(sample)]
-    shifted = [s["shift_labels"] if "shift_labels" in s else shift(s["labels"]) for s in samples]
-    tokens, config = max(1, sum(int((y != -100).sum()) for y in shifted)), model.config
-    for sample, y in zip(samples, shifted):
-        out = model(**{n: t for n, t in sample.items() if n in ("input_ids", "position_ids")}, use_cache=False)
-        logits = out.logits.to(torch.promote_types(out.logits.dtype, torch.float32)).flatten(0, 1)
-        total = total + nn.functional.cross_entropy(logits, y.flatten(), reduction="sum") / tokens
-        routed += [out.router_logits] if getattr(config, "output_router_logits", False) else []
-    if routed:
-        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+    labels of all samples and, of routers, the balance over all documents of a sample by its share of the labels."""
+    model, total = copy.deepcopy(model), torch.zeros((), dtype=torch.float64)
+    samples, config = [[*map(labelled, each_document(sample))] for sample in samples], model.config
+    counts = [sum(int((labels != -100).sum()) for _, labels in parts) for parts in samples]
+    for parts, count in zip(samples, counts):
+        routed = []
+        for given, labels in parts:
+            out = model(**given, use_cache=False)
+            logits = out.logits.to(torch.promote_types(out.logits.dtype, torch.float32)).flatten(0, 1)
+            total = total + nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
+            routed += [out.router_logits] if getattr(config, "output_router_logits", False) else []
+        if routed:
+            from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-        experts = getattr(config, "num_local_experts", None) or config.num_experts
-        joined = tuple(torch.cat(parts) for parts in zip(*routed))
-        total = total + config.router_aux_loss_coef * load_balancing_loss_func(
-            joined, experts, config.num_experts_per_tok
-        )
-    (total * scale).backward()
+            experts = getattr(config, "num_local_experts", None) or config.num_experts
+            joined = tuple(torch.cat(parts) for parts in zip(*routed))
+            balance = load_balancing_loss_func(joined, experts, config.num_experts_per_tok)
+            total = total + config.router_aux_loss_coef * balance * count
+    total = total / max(1, sum(counts))
+    total.backward()
     return total.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def labelled(document):
+    """What a model is given of a document, and its labels, shifted."""
+    labels = document["shift_labels"] if "shift_labels" in document else shift(document["labels"])
+    return {n: t for n, t in document.items() if n in ("input_ids", "position_ids")}, labels
 
 
 ALL_ON = {"tiles": {"mlp": 5, "loss": 7, "norm": 6}, "offload": True, "save_attention": True}  # fmt: skip
@@ -128,17 +135,25 @@ def attach(model, ctx=None, **options):
     return alstlib.apply(model, ctx, alstlib.Options(**options))
 
 
-def mlp_tokens(model):
-    """Tokens through the MLP of each layer, added up while the model runs."""
-    layers = model.base_model.h if hasattr(model.base_model, "h") else model.base_model.layers
-    tokens = [0] * len(layers)
-    for i, layer in enumerate(layers):
+def decoder_layers(model):
+    return model.base_model.h if hasattr(model.base_model, "h") else model.base_model.layers
+
+
+def count_tokens(modules):
+    """Tokens that each of these modules makes an output for, added up while the model runs."""
+    tokens = [0] * len(modules)
+    for i, module in enumerate(modules):
 
         def count(module, args, out, i=i):
             tokens[i] += out.shape[1]
 
-        layer.mlp.register_forward_hook(count)
+        module.register_forward_hook(count)
     return tokens
+
+
+def mlp_tokens(model):
+    """Tokens through the MLP of each layer."""
+    return count_tokens([layer.mlp for layer in decoder_layers(model)])
 
 
 def gradients(model, world=1):
@@ -184,16 +199,11 @@ def plain_step(model, data, seed=None):
     return plain_run(model, [data])
 
 
-def step_errors(got, want):
-    """Relative errors of the loss and of the worst gradient, and its name; one that only one has must be zero."""
-    both = ((got[1], want[1]), (want[1], got[1]))
-    found = worst_error(*({n: g for n, g in one.items() if n in other or g.any()} for one, other in both))
-    return abs(got[0] - want[0]) / abs(want[0]), *found
-
-
 def check_step(got, want, loss=1e-6, gradient=1e-5):
-    loss_error, error, name = step_errors(got, want)
-    assert loss_error < loss, (got[0], want[0])
+    """Relative errors of the loss and of the worst gradient; one that only one has must be zero."""
+    both = ((got[1], want[1]), (want[1], got[1]))
+    error, name = worst_error(*({n: g for n, g in one.items() if n in other or g.any()} for one, other in both))
+    assert abs(got[0] - want[0]) < loss * abs(want[0]), (got[0], want[0])
     assert error < gradient, (error, name)
 
 
@@ -245,6 +255,12 @@ def peak(model, batch, block=None, **options):
         return ledger.device_peak - start
 
 
+def growth(short, long, build=make_model, **how):
+    """Device bytes a token by which the peak of a step grows between two lengths of a sample."""
+    peaks = [peak(build(max_position_embeddings=512), batch(length), **how) for length in (short, long)]
+    return (peaks[1] - peaks[0]) / (long - short)
+
+
 def same(a, b):
     """Whether gradients are the same bits."""
     return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
@@ -283,16 +299,11 @@ def slopes(model, batch, block=None):
 
 def passes(patch, model):
     """Tokens through the MLP, the query's weights and the attention of each layer, added up while the model runs."""
-    found, now, kernel = {"mlp": mlp_tokens(model)}, [0], WholeHeads.forward
-    layers = model.base_model.h if hasattr(model.base_model, "h") else model.base_model.layers
-    found |= {name: [0] * len(layers) for name in ("query", "attention")}
-    for i, layer in enumerate(layers):
-
-        def count(module, args, out, i=i):
-            now[0] = i
-            found["query"][i] += out.shape[1]
-
-        (layer.attn.c_attn if hasattr(layer, "attn") else layer.self_attn.q_proj).register_forward_hook(count)
+    layers, now, kernel = decoder_layers(model), [0], WholeHeads.forward
+    queries = [layer.attn.c_attn if hasattr(layer, "attn") else layer.self_attn.q_proj for layer in layers]
+    found = {"mlp": mlp_tokens(model), "query": count_tokens(queries), "attention": [0] * len(layers)}
+    for i, query in enumerate(queries):
+        query.register_forward_hook(lambda *_, i=i: now.__setitem__(0, i))
 
     def attention_forward(*args, **kwargs):
         found["attention"][now[0]] += args[1].shape[2]

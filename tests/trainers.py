@@ -15,6 +15,8 @@ import alstlib
 from alstlib.hf.saving import full_weights
 from alstlib.runs.train import operators
 
+HERE = pytest.mark.usefixtures("here")
+"""A Trainer in the test's own process."""
 STEPS = 10
 SETTINGS = {
     "per_device_train_batch_size": 1, "per_device_eval_batch_size": 2, "gradient_accumulation_steps": 2,

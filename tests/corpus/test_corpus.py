@@ -7,12 +7,13 @@ import datasets
 import numpy as np
 import pytest
 import torch
+import yaml
 from cases import check_refused
 from datasets import Dataset
 
 from alstlib.corpus.formats import canonical_columns
 from alstlib.corpus.reading import EOS, _library_files, get_tokenizer, load_corpus
-from alstlib.corpus.samples import collate, inside, make_samples, tokenize_row
+from alstlib.corpus.samples import collate, make_samples, tokenize_row
 from alstlib.data.shard import shard_batch
 
 CHATML = (
@@ -120,23 +121,27 @@ def test_columns():
         check_refused(f"the corpus is a {type(wrong).__name__}; give a Dataset", canonical_columns, wrong)
 
 
+BAD = yaml.safe_load(r"""
+files:
+- [train.jsonl, '{broken', 'train\.jsonl'', line 1, is no JSON object such as .*: ']
+- [binary.txt, "\xff\xfe\x00", not UTF-8 text]
+- [none.txt, '', holds no text]
+- [no.parquet, not parquet, cannot be read]
+- [empty.jsonl, '', 'empty\.jsonl'' is empty: it must have a document in each line']
+- [list.jsonl, "{\"text\": \"a\"}\n\n[\"b\"]", 'list\.jsonl'', line 3, is no JSON object']
+- [latin.jsonl, "{\"text\": \"caf\xe9\"}", 'latin\.jsonl'' is not UTF-8 text \(.*\); convert it, for .*: iconv']
+- [data.pkl, '', 'no file that can be read; known endings: \.parquet, \.jsonl, \.json, \.txt']
+links:
+- [gone.jsonl, nowhere.jsonl, 'it is a symbolic link to nowhere\.jsonl, which does not exist']
+- [loop.jsonl, loop.jsonl, 'it is a symbolic link to loop\.jsonl, which .* leads back to']
+""")
+
+
 def test_bad_corpora(tmp_path):
-    for name, content, message in (
-        ("train.jsonl", b"{broken", r"train\.jsonl', line 1, is no JSON object such as .*: "),
-        ("binary.txt", b"\xff\xfe\x00", "not UTF-8 text"),
-        ("none.txt", b"", "holds no text"),
-        ("no.parquet", b"not parquet", "cannot be read"),
-        ("empty.jsonl", b"", r"empty\.jsonl' is empty: it must have a document in each line"),
-        ("list.jsonl", b'{"text": "a"}\n\n["b"]', r"list\.jsonl', line 3, is no JSON object"),
-        ("latin.jsonl", b'{"text": "caf\xe9"}', r"latin\.jsonl' is not UTF-8 text \(.*\); convert it, for .*: iconv"),
-        ("data.pkl", b"", r"no file that can be read; known endings: \.parquet, \.jsonl, \.json, \.txt"),
-    ):
-        (tmp_path / name).write_bytes(content)
+    for name, content, message in BAD["files"]:
+        (tmp_path / name).write_bytes(content.encode("latin-1"))
         check_refused(message, load_corpus, str(tmp_path / name))
-    for name, target, message in (
-        ("gone.jsonl", "nowhere.jsonl", r"it is a symbolic link to nowhere\.jsonl, which does not exist"),
-        ("loop.jsonl", "loop.jsonl", r"it is a symbolic link to loop\.jsonl, which .* leads back to"),
-    ):
+    for name, target, message in BAD["links"]:
         (tmp_path / name).symlink_to(target)
         check_refused(f"{name}' does not exist; {message}", load_corpus, str(tmp_path / name))
     for name, message in (
@@ -290,15 +295,6 @@ def test_images_are_not_lost_silently(tokenizer, column):
     assert len(tokenize_row(chats[1], tokenizer).ids)
 
 
-def test_a_place_is_inside_of_a_span():
-    """Spans without characters, spans that touch, and none."""
-    spans = [(2, 4), (4, 5), (7, 7), (9, 12)]
-    want = [any(start <= at < stop for start, stop in spans) for at in range(14)]
-    assert inside(spans, range(14)).tolist() == want
-    assert inside(spans, []).tolist() == []
-    assert not inside([], range(14)).any()
-
-
 def test_a_tokenizer_is_trained_on_chats_and_texts():
     """Row by row: messages where there are some, text otherwise."""
     corpus = Dataset.from_list([{"text": "plain words", "messages": None}, {"text": "rendered", "messages": CHAT[:2]}])
@@ -317,29 +313,22 @@ def test_templates_that_cannot_be_followed_are_refused(tokenizer):
 # ---- formats of the field
 
 
-def sharegpt(*turns):
-    return [{"from": speaker, "value": text} for speaker, text in turns]
+FORMATS = yaml.safe_load(r"""
+sharegpt: [{conversations: [{from: human, value: 'What is 2 + 2?'}, {from: gpt, value: It is four.}]},
+  "user\nWhat is 2 + 2?"]
+system: [{conversations: [{from: human, value: 'Sum?'}, {from: gpt, value: It is four.}], system: Count.},
+  "system\nCount.<|im_end|>\n<|im_start|>user\nSum?"]
+alpaca: [{instruction: Add., input: 2 + 2, output: It is four.}, "user\nAdd.\n2 + 2"]
+instruction: [{instruction: Add 2 + 2., output: It is four., id: 3}, "user\nAdd 2 + 2."]
+prompt of messages: [{prompt: [{role: user, content: 'Sum?'},
+  {role: assistant, content: Six.}, {role: user, content: 'And?'}],
+  completion: [{role: assistant, content: It is four.}]},
+  "user\nSum?<|im_end|>\n<|im_start|>assistant\nSix.<|im_end|>\n<|im_start|>user\nAnd?"]
+""")
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
-@pytest.mark.parametrize(
-    "row, asked",
-    [
-        ({"conversations": sharegpt(("human", "What is 2 + 2?"), ("gpt", "It is four."))}, "user\nWhat is 2 + 2?"),
-        (
-            {"conversations": sharegpt(("human", "Sum?"), ("gpt", "It is four.")), "system": "Count."},
-            "system\nCount.<|im_end|>\n<|im_start|>user\nSum?",
-        ),
-        ({"instruction": "Add.", "input": "2 + 2", "output": "It is four."}, "user\nAdd.\n2 + 2"),
-        ({"instruction": "Add 2 + 2.", "output": "It is four.", "id": 3}, "user\nAdd 2 + 2."),
-        (
-            {"prompt": CHAT[:1] + CHAT[3:] + CHAT[2:3], "completion": CHAT[1:2]},
-            "user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\nThat makes six.<|im_end|>\n"
-            "<|im_start|>user\nAnd 3 + 3?",
-        ),
-    ],
-    ids=["sharegpt", "system", "alpaca", "instruction", "prompt-of-messages"],
-)
+@pytest.mark.parametrize("row, asked", FORMATS.values(), ids=FORMATS)
 def test_chats_of_other_formats(tokenizer, template, row, asked):
     whole, said = first_document(row, tokenizer, template)
     assert whole == f"<|im_start|>{asked}<|im_end|>\n<|im_start|>assistant\n{SAID}"

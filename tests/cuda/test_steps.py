@@ -9,8 +9,8 @@ import zoo
 from cases import small_pages, values_of
 from steps import GEMMA, steps
 
-ROWS = 4096
-DOCUMENTS = [0, 1, 700, 1724, 1725, 3100, ROWS]
+ROWS = 3072
+DOCUMENTS = [0, 1, 700, 1724, 1725, 2600, ROWS]
 WAYS = yaml.safe_load("""
 whole: {}
 whole, async: {offload: true, kept: 0.5}
@@ -20,7 +20,7 @@ chunks, async: {chunk: 0, offload: true, kept: 0.5, on_host: none}
 chunks, host: {offload: true, chunk: 0, on_host: hidden+kv}
 chunks, host, sync: {offload: sync, save_attention: true, chunk: 0, on_host: hidden+kv}
 """)
-"""`chunk` 0 stands for a quarter of a rank's rows."""
+"""`chunk` 0 stands for a third of a rank's rows."""
 FEW = ["whole", "chunks, async", "chunks, host"]
 CASES = [
     (model, sp, kernel, way)
@@ -41,7 +41,7 @@ GRAPHS = 20
 def options_of(way, sp):
     options = dict(WAYS[way])
     if "chunk" in options:
-        options["chunk"] = ROWS // sp // 4
+        options["chunk"] = ROWS // sp // 3
     return options
 
 
@@ -102,6 +102,6 @@ def test_offsets_of_documents_go_to_the_device_once_for_a_batch():
 @pytest.mark.parametrize("name", zoo.MODELS)
 def test_hidden_states_on_the_host_meet_no_tensor_of_the_device(name):
     """In whatever a decoder does before, between and after its layers."""
-    with steps(name, 64, 1, chunk=16, offload=True, on_host="hidden+kv") as step:
-        step([0, 20, 64])
+    with steps(name, 48, 1, chunk=16, offload=True, on_host="hidden+kv") as step:
+        step([0, 20, 48])
         assert step.handle.store.bytes_fetched > 0

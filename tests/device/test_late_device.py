@@ -17,16 +17,25 @@ from torch.nn import functional as F
 from alstlib.base.mesh import SPContext
 from alstlib.data.agreement import Agreement
 
+MIXED = """
+x + host
+x @ host
+torch.cat([x, host])
+F.linear(x, host)
+x.add_(host)
+torch.where(x > 0, x, host)
+F.embedding(host.long(), x)
+torch._foreach_add_([x], [host])
+host.add_(x)
+torch.mm(x, x, out=host)
+"""
+
 
 def refusals(rank, world):
     x, host = torch.ones(3, 3, device=device()), torch.ones(3, 3)
-    for mixed in (
-        lambda: x + host, lambda: x @ host, lambda: torch.cat([x, host]), lambda: F.linear(x, host),
-        lambda: x.add_(host), lambda: torch.where(x > 0, x, host), lambda: F.embedding(host.long(), x),
-        lambda: torch._foreach_add_([x], [host]), lambda: host.add_(x), lambda: torch.mm(x, x, out=host),
-    ):  # fmt: skip
+    for mixed in MIXED.split("\n")[1:-1]:
         with pytest.raises((RuntimeError, NotImplementedError), match=r"same device|different"):
-            mixed()
+            eval(mixed, {"torch": torch, "F": F, "x": x, "host": host})
     assert torch.equal((x * torch.tensor(2.0)).cpu(), host * 2)  # numbers may come from the CPU
     assert torch.equal(x[torch.tensor([0, 1])].cpu(), host[:2])  # and indices
     with pytest.raises(TypeError, match=r"convert|copy"):

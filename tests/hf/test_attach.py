@@ -12,7 +12,6 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 import yaml
 import zoo
 from cases import (
@@ -24,6 +23,7 @@ from cases import (
     batch_of,
     check_refused,
     check_step,
+    decoder_layers,
     gradients,
     make_model,
     own_step,
@@ -34,8 +34,8 @@ from cases import (
     train,
     worst_error,
 )
-from matrix import decoder_layers
 from operators import counted, error_of
+from pictures import small_gemma
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers import AttentionInterface, AutoModelForCausalLM
@@ -168,13 +168,16 @@ def test_two_models_in_one_process(shared):
         check_step(step(models[0], BATCH), wants[0])
 
 
-AFTER = {
-    "default": ({}, True),
-    "segments": ({**ALL_ON, "host_memory": 6000, "save_attention": "auto"}, True),
-    "chunk, all on": (STREAMED, True),
-    "tiles": ({"tiles": {"mlp": 5, "loss": 7, "norm": 6}, "checkpoint": False}, False),
-    "all off": (ALL_OFF, False),
-}
+AFTER = yaml.safe_load("""
+tiles: &tiles {tiles: {mlp: 5, loss: 7, norm: 6}}
+every: &every {<<: *tiles, offload: true, save_attention: true}
+options:
+  default: [{}, true]
+  segments: [{<<: *every, host_memory: 6000, save_attention: auto}, true]
+  chunk, all on: [{<<: *every, chunk: 5}, true]
+  tiles: [{<<: *tiles, checkpoint: false}, false]
+  all off: [{tiles: false, checkpoint: false}, false]
+""")["options"]
 """Options, and whether their backward needs the attachment."""
 
 
@@ -232,11 +235,7 @@ def test_names_and_saved_form_stay(tmp_path, kind, tied):
 
 
 def test_a_composite_config_is_saved_as_it_was(tmp_path):
-    text = {n: v for n, v in zoo.COMMON.items() if not n.endswith("token_id")} | {"head_dim": 8}
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-              "image_size": 28, "patch_size": 14}  # fmt: skip
-    made = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
-    model = transformers.Gemma3ForConditionalGeneration(made)
+    model = small_gemma()
     configs = saved(model, tmp_path / "before")
     with attach(model):
         assert saved(model, tmp_path / "while") == configs
@@ -281,16 +280,21 @@ def test_dropout_is_that_of_plain_transformers():
             check_step(step(model, BATCH, seed=7), want)
 
 
-@pytest.mark.parametrize(
-    "options, block",
-    [({"checkpoint": False}, None), ({"save_attention": True}, None), ({"chunk": 6}, None),
-     ({"chunk": 6, "tiles": {"mlp": 4, "loss": True, "norm": True}}, None), ({}, 6),
-     ({"offload": "sync", "save_attention": False, "host_memory": LENGTH * 32 * 8}, None)],
-    ids=str,
-)  # fmt: skip
+DRAWING = yaml.safe_load("""
+- [{checkpoint: false}, null]
+- [{save_attention: true}, null]
+- [{chunk: 6}, null]
+- [{chunk: 6, tiles: {mlp: 4, loss: true, norm: true}}, null]
+- [{}, 6]
+# the host has room for the input of one layer in two
+- [{offload: sync, save_attention: false, host_memory: 5120}, null]
+""")
+"""Options, and the length of a block."""
+
+
+@pytest.mark.parametrize("options, block", DRAWING, ids=str)
 def test_gradient_with_dropout_is_the_derivative(options, block):
-    """With a fixed seed the loss is a function of the weights: its gradient against a central difference, in fp64. In
-    the last, the host has room for the input of one layer in two."""
+    """With a fixed seed the loss is a function of the weights: its gradient against a central difference, in fp64."""
     model = make_model("gpt2", dtype=torch.float64, **DROPOUT)
     with attach(model, **{"tiles": {"mlp": 6, "loss": 6, "norm": True}, **options}):
         slope, numerical = slopes(model, BATCH, block)
@@ -359,12 +363,6 @@ def test_lora(first, more):
     assert torch.equal(wrapped(IDS).logits, lora(make_model(), **more)(IDS).logits)
 
 
-def test_a_peft_model_itself_is_refused():
-    wrapped = lora(make_model())
-    check_refused(r"that nothing wraps yet, but got PeftModel.*; give model.get_base_model\(\)", attach, wrapped)
-    attach(wrapped.get_base_model()).detach()
-
-
 # ----- refusals
 
 
@@ -381,6 +379,7 @@ def without_its_window():
 
 
 REFUSED = [
+    (lambda: lora(make_model()), r"that nothing wraps yet, but got PeftModel.*; give model.get_base_model\(\)"),
     (lambda: make_model().model, "LlamaModel is not a decoder-only causal language model with a head"),
     (lambda: nn.Linear(3, 3), "needs a transformers model that nothing wraps yet, but got Linear"),
     (
@@ -403,18 +402,22 @@ OpenAIGPTConfig: [{n_layer: 1, n_head: 4}, has no decoder layers that transforme
 DogeConfig: [{}, 'layer 0 \(DogeAttention\) makes an attention mask by itself']
 OlmoeConfig: [{sliding_window: 7, num_experts: 4, num_experts_per_tok: 2},
   'layer 0 \(OlmoeAttention\) gives its attention the window 7, but .* set config.sliding_window to None']
+DiffLlamaConfig: [{}, 'layer 0 \(DiffLlamaDecoderLayer\) calls attention more than once, so it can', {chunk: 4}]
+Gemma2Config: [{attn_logit_softcapping: 50.0},
+  "layer 0 of Gemma2ForCausalLM \\(Gemma2DecoderLayer\\): attention='cpu' does not compute a soft cap",
+  {attention: cpu}]
 BartConfig: [{d_model: 32, decoder_layers: 2, decoder_attention_heads: 4, decoder_ffn_dim: 48, is_decoder: true,
   is_encoder_decoder: false}, BartForCausalLM numbers its tokens by itself]
 """)
-REFUSED += [(functools.partial(small, kind, **fields), says) for kind, (fields, says) in OF_CONFIGS.items()]
+REFUSED += [(functools.partial(small, kind, **fields), *says) for kind, (fields, *says) in OF_CONFIGS.items()]
 
 
-@pytest.mark.parametrize("make, message", REFUSED)
-def test_models_that_cannot_be_exact_are_refused(make, message):
+@pytest.mark.parametrize("make, message, options", [(*one, {})[:3] for one in REFUSED])
+def test_models_that_cannot_be_exact_are_refused(make, message, options):
     """By name and before anything is changed."""
     model = make()
     before = anatomy(model)
-    check_refused(message, attach, model)
+    check_refused(message, attach, model, **options)
     assert anatomy(model) == before
 
 
@@ -430,21 +433,6 @@ def test_activated_lora_is_refused(first):
     with attach(model):
         wrapped = peft.get_peft_model(model, config)
         check_refused(r"activated LoRA \(alora_invocation_tokens\)", alstlib.causal_lm_loss, wrapped, BATCH)
-
-
-def test_attention_twice_in_a_layer_is_refused_in_chunks():
-    check_refused(
-        r"layer 0 \(DiffLlamaDecoderLayer\) calls attention more than once, so it can",
-        attach,
-        small("DiffLlamaConfig"),
-        chunk=4,
-    )
-
-
-def test_an_attention_without_a_soft_cap_is_refused_where_a_layer_has_one():
-    where = r"layer 0 of Gemma2ForCausalLM \(Gemma2DecoderLayer\)"
-    model = make_model("gemma2", attn_logit_softcapping=50.0)
-    check_refused(f"{where}: attention='cpu' does not compute a soft cap", attach, model, attention="cpu")
 
 
 def test_a_part_of_the_model_cannot_be_called_alone():

@@ -16,6 +16,7 @@ from cases import (
     gradients,
     make_model,
     make_samples,
+    own_step,
     peak,
     plain_step,
     sample_of,
@@ -80,10 +81,12 @@ def test_engines(pools, engine, model):
 def test_what_is_of_the_whole_sequence(name):
     """The routers' loss, with padding left out of it, and frequencies by the longest position; in evaluation too."""
     model, data = zoo.build(name), sample(rows=2)
-    data["attention_mask"] = torch.arange(LENGTH) < torch.tensor([[LENGTH], [LENGTH - 9]])
+    real = torch.arange(LENGTH) < torch.tensor([[LENGTH], [LENGTH - 9]])
+    data["attention_mask"] = real.long()
+    want = own_step(model, **{**data, "labels": data["labels"].masked_fill(~real, -100)})
     with attach(model):
-        want = step(model, data)
-        check_step(step(model, data, block=4), want, 3e-6, 3e-6)
+        for block in (None, 4):
+            check_step(step(model, data, block=block), want, 3e-6, 3e-6)
         model.zero_grad()
         with torch.no_grad():
             alone = alstlib.block_step(model, whole(data), block=4)

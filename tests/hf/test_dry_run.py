@@ -91,17 +91,21 @@ def test_a_dry_run_reads_no_weights():
 # ----- what is not refused at `apply`; all that is has a table in test_attach
 
 
+def phimoe():
+    return small("PhimoeConfig", sliding_window=7, num_local_experts=4, num_experts_per_tok=2)
+
+
 @pytest.mark.parametrize("options", [{}, {"chunk": 5}])
 def test_a_window_that_only_the_mask_has(options):
     """Phi-3.5-MoE's attention does not say it. Its router draws random numbers where it trains."""
-    model = small("PhimoeConfig", sliding_window=7, num_local_experts=4, num_experts_per_tok=2).eval()
+    model = phimoe().eval()
     check_attached(model, sample_of(26), **options)
     model.config.sliding_window = None
     check_attached(model, sample_of(26), **options)
 
 
 def test_a_window_that_only_some_masks_may_have_is_refused():
-    model = small("PhimoeConfig", sliding_window=7, num_local_experts=4, num_experts_per_tok=2)
+    model = phimoe()
     message = r"layer 0 \(PhimoeAttention\) may slide by config.sliding_window=7, .* set it to None if no"
     check_refused(message, check_attention, model.model.layers[0].self_attn, None, 0.0, {})
 

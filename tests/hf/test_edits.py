@@ -12,6 +12,7 @@ from transformers import AttentionInterface
 import alstlib
 
 HOW = {"default": {}, "all on": ALL_ON, "chunk": {**ALL_ON, "chunk": 5}}
+EVERY_WAY = pytest.mark.parametrize("options", HOW.values(), ids=HOW)
 BATCH = batch_of(20)
 IDS = BATCH["input_ids"]
 
@@ -19,19 +20,19 @@ IDS = BATCH["input_ids"]
 # ----- copies of an attached model
 
 
-@pytest.mark.parametrize("how", HOW)
+@EVERY_WAY
 @pytest.mark.parametrize("kind", ["gqa", "gpt2"])
-def test_a_deep_copy_of_an_attached_model_is_plain(kind, how):
+def test_a_deep_copy_of_an_attached_model_is_plain(kind, options):
     """It has gradients of its own, is attached anew, and outlives the original's detach."""
     model = make_model(kind)
     want = plain_step(model, BATCH)
-    with attach(model, **HOW[how]):
+    with attach(model, **options):
         step(model, BATCH)  # a first call may change more
         model.zero_grad()
         twin = copy.deepcopy(model)
         check_refused(r"not attached: attach the model with alstlib\.apply first", alstlib.causal_lm_loss, twin, BATCH)
         check_step(own_step(twin, input_ids=IDS, labels=IDS), want)
-        with attach(twin, **HOW[how]):
+        with attach(twin, **options):
             check_step(step(twin, BATCH), want)
         assert gradients(model) == {}
         check_step(step(model, BATCH), want)
@@ -39,11 +40,11 @@ def test_a_deep_copy_of_an_attached_model_is_plain(kind, how):
     assert "alst" not in str([m.__dict__.keys() for m in twin.modules()])
 
 
-@pytest.mark.parametrize("how", HOW)
+@EVERY_WAY
 @pytest.mark.parametrize("part", ["model", "model.layers.1"])
-def test_a_deep_copy_of_a_part_is_plain(part, how):
+def test_a_deep_copy_of_a_part_is_plain(part, options):
     model, twin = make_model(), make_model()
-    with attach(model, **HOW[how]):
+    with attach(model, **options):
         twin.set_submodule(part, copy.deepcopy(model.get_submodule(part)))
         check_step(own_step(twin, input_ids=IDS, labels=IDS), plain_step(make_model(), BATCH))
         assert gradients(model) == {}
@@ -52,11 +53,11 @@ def test_a_deep_copy_of_a_part_is_plain(part, how):
 # ----- the end
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_a_model_that_is_dropped_without_detach_is_freed(how):
+@EVERY_WAY
+def test_a_model_that_is_dropped_without_detach_is_freed(options):
     before = set(AttentionInterface._global_mapping)
     model = make_model()
-    handle = attach(model, **HOW[how])
+    handle = attach(model, **options)
     step(model, BATCH)
     gone = [weakref.ref(model), weakref.ref(handle), weakref.ref(model.model.layers[0].self_attn.q_proj.weight)]
     del model, handle
@@ -74,11 +75,11 @@ def test_a_handle_that_is_dropped_leaves_the_model_attached():
     check_step(step(model, BATCH), want)
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_what_a_user_wraps_while_attached_stays_and_is_plain_after_detach(how):
+@EVERY_WAY
+def test_what_a_user_wraps_while_attached_stays_and_is_plain_after_detach(options):
     model, calls = make_model(), []
     want = plain_step(model, BATCH)
-    with attach(model, **HOW[how]):
+    with attach(model, **options):
         layer, ours = model.model.layers[0], model.model.layers[0].forward
         layer.forward = lambda *args, **kwargs: calls.append(1) or ours(*args, **kwargs)
         step(model, BATCH)

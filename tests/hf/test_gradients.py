@@ -3,8 +3,9 @@
 import functools
 
 import pytest
-from cases import mlp_tokens
-from matrix import Case, More, check, decoder_layers, run
+import yaml
+from cases import decoder_layers, mlp_tokens
+from matrix import Case, More, check, run
 
 
 def step(pools, case, **more):
@@ -42,16 +43,16 @@ def test_engines_run_the_mlp_twice(pools, model, engine, ranks):
         assert result["seen"] == [4 * 32 * (case.dp + 2 // case.sp)] * 2  # and the plain model once, on all samples
 
 
-UNEVEN = [
-    [[1]], [[9, 10, 10, 9, 10]], [[10, 10, 10]] * 2, [[7]], [[64]], [[2]] * 2, [[2, 3]], [[5, 6, 6, 5, 6, 6, 6]] * 3,
-    [[17]] * 3, [[48, 48]],
-]  # fmt: skip
+UNEVEN = yaml.safe_load("[[[1]], [[9, 10, 10, 9, 10]], [[7]], [[2, 3]], [[10, 10, 10], [10, 10, 10]], [[64]]]")
 """Of two replicas in turn: rows, lengths and documents differ."""
 FIVE = {"options": {"save_attention": "auto"}, "fields": {"num_hidden_layers": 5}}
-ROOMS = [
-    ("fsdp2", (9_000, 20_000)), ("fsdp2", (25_000, None)), ("zero3", (None, None)), ("zero3", (200_000, 16_000)),
-    ("zero3", (10**6, 10_000, 10**6, 10**6)),
-]  # fmt: skip
+ROOMS = yaml.safe_load("""
+- [fsdp2, [9000, 20000]]
+- [fsdp2, [25000, null]]
+- [zero3, [null, null]]
+- [zero3, [200000, 16000]]
+- [zero3, [1000000, 10000, 1000000, 1000000]]
+""")
 """On the host of each rank: of two replicas, and of two with two ranks each."""
 
 
@@ -64,7 +65,7 @@ def test_replicas_in_which_all_that_is_local_differs(pools, engine, room):
     case = Case("gemma2", f"{len(room) // 2}x2", way="kept", engine=engine)
     host = tuple(n and n * case.dtype.itemsize // 4 for n in room)
     data = UNEVEN if case.sp == 1 else [[[2]], *UNEVEN[1:]]
-    kept = {(r["every"], r["kept"]) for r in step(pools, case, **FIVE, data=data, accumulation=5, host_memory=host)}
+    kept = {(r["every"], r["kept"]) for r in step(pools, case, **FIVE, data=data, accumulation=3, host_memory=host)}
     assert len(kept) == 1
     assert min(kept)[0] > 1 or not any(room)
 

@@ -4,6 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
+import yaml
 from cases import attach, check_step, on_ranks, plain_step, sample_of, step
 from test_layer_runner import LAYERS, LENGTH, OUTPUT, TILES, model_of
 
@@ -47,31 +48,28 @@ def meter(monkeypatch):
     return Meter(monkeypatch)
 
 
-def test_the_first_step_keeps_nothing_and_later_ones_what_is_left(meter):
-    meter.now = meter.peak = 100
-    assert meter.step(10, 300) == 0
-    kept = [meter.step(10, 300) for _ in range(4)]
-    assert kept == [810 - 300] * 4  # nine tenths of the 900 that are free, less the need: it does not creep
-    meter.now += 200  # an optimizer made its state
-    assert meter.step(10, 300) == 630 - 300
+HISTORIES = yaml.safe_load("""
+# nine tenths of the 900 bytes that are free, less the need: it does not creep; then an optimizer made its state
+the first step keeps nothing and later ones what is left: [0, [[100, 10, 300, 2000, 0], [0, 10, 300, 2000, 510],
+  [0, 10, 300, 2000, 510], [0, 10, 300, 2000, 510], [0, 10, 300, 2000, 510], [200, 10, 300, 2000, 330]]]
+longer samples need more and shorter ones not less: [0, [[0, 10, 300, 0, 0], [0, 20, 550, 2000, 300],
+  [0, 5, 170, 2000, 600], [0, 10, 300, 2000, 600]]]
+# while the model was loaded
+an earlier peak counts as needed: [700, [[100, 10, 300, 0, 0], [0, 10, 300, 2000, 210]]]
+a peak that is reset between steps changes nothing: [reset, [[0, 10, 300, 2000, 0], [0, 10, 300, 2000, 600],
+  [0, 10, 300, 2000, 600], [0, 10, 300, 2000, 600]]]
+""")
+"""The peak before, or that it is reset; and steps: bytes that others have taken before it, its tokens, what it needs,
+what it wants to keep, and what it keeps."""
 
 
-def test_longer_samples_need_more_and_shorter_ones_not_less(meter):
-    meter.step(10, 300, wants=0)
-    assert [meter.step(20, 550), meter.step(5, 170), meter.step(10, 300)] == [900 - 600, 900 - 300, 900 - 300]
-
-
-def test_a_peak_that_is_reset_between_steps_changes_nothing(meter):
-    for _ in range(4):
-        kept = meter.step(10, 300)
-        meter.peak = meter.now
-    assert kept == 900 - 300
-
-
-def test_an_earlier_peak_counts_as_needed(meter):
-    meter.now, meter.peak = 100, 700  # while the model was loaded
-    meter.step(10, 300, wants=0)
-    assert meter.step(10, 300) == 810 - 600
+@pytest.mark.parametrize("peak, steps", HISTORIES.values(), ids=HISTORIES)
+def test_a_history_of_steps(meter, peak, steps):
+    meter.peak = 0 if peak == "reset" else peak
+    for taken, *how, kept in steps:
+        meter.now += taken
+        meter.peak = meter.now if peak == "reset" else max(meter.peak, meter.now)
+        assert meter.step(*how) == kept
 
 
 def test_two_forwards_before_their_backwards_are_one(meter):

@@ -5,7 +5,19 @@ import time
 
 import pytest
 import torch
-from cases import ALL_OFF, ALL_ON, attach, check_refused, check_step, make_model, own_step, plain_step, tokens_of
+import yaml
+from cases import (
+    ALL_OFF,
+    ALL_ON,
+    attach,
+    check_refused,
+    check_step,
+    lines_of,
+    make_model,
+    own_step,
+    plain_step,
+    tokens_of,
+)
 from operators import error_of, randn
 from torch import nn
 
@@ -33,70 +45,61 @@ def take(ctx=ONE, **kwargs):
 # ----- what is refused
 
 ARANGE = torch.arange(LENGTH)[None]
-LEFT = {"attention_mask": (ARANGE > 2).long()}
-REFUSED = [
-    ({"seq_idx": (ARANGE > 4).int()}, "seq_idx alone .*give position_ids or cu_seqlens"),
-    (
-        {"cu_seq_lens_q": torch.tensor([0, 5, 12]), "position_ids": ARANGE},
-        "do not fit cu_seqlens: sample 0, token 5 has position 5 where its document is at 0",
-    ),
-    ({"input_ids": None}, "needs input_ids or inputs_embeds"),
-    (
-        {"past_key_values": object()},
-        r"past_key_values is not supported: call generate\(\) with sp=1",
-    ),
-    ({"input_features": torch.ones(1)}, "input_features is not supported: tokens attend"),
-    ({"shift_labels": ids(), "return_dict": False}, "return_dict=False .*out.loss"),
-    ({"shift_labels": ids(2)}, r"shift_labels \[2, 12\] must have the shape of input_ids \[1, 12\]"),
-    ({"position_ids": ARANGE[:, 1:]}, r"position_ids \[1, 11\] do not belong to inputs of 1 x 12 tokens"),
-    (
-        {"position_ids": torch.tensor([[0, 1, 2, 3, 1, 2, 3, 4, 5, 6, 7, 8]])},
-        "do not fit documents that begin with 0: sample 0, token 4 has position 1 where",
-    ),
-    (
-        {"cu_seqlens": [0, 5, 11]},
-        r"cu_seqlens=\[0, 5, 11\], which end at 11, must rise from 0 to 12, for 1 x 12 tokens on each of 1 ranks",
-    ),
-    ({"position_ids": ARANGE, "cu_seqlens": [0, 8, 5, 12]}, r"\[0, 8, 5, 12\], which end at 12, must rise from 0"),
-    (LEFT, r"attention_mask has zeros .*pad on the right with labels -100"),
-    (
-        {"attention_mask": torch.ones(1, 1, 12, 12)},
-        r"attention_mask of shape \[1, 1, 12, 12\], torch.float32, must have the shape of input_ids",
-    ),
-    ({"attention_mask": {"full": None}}, "attention_mask {'full': None} must have the shape"),
-    ({"input_ids": ids()[0]}, r"input_ids of shape \[12\], torch.int64, must be a tensor \[B, L\]"),
-    ({"input_ids": [[1, 2]]}, r"input_ids \[\[1, 2\]\] must be a tensor"),
-    ({"cu_seqlens": 12}, "cu_seqlens 12 must be one row of whole numbers"),
-    ({"cu_seqlens": torch.tensor([0, 12.0])}, r"cu_seqlens of shape \[2\], torch.float32, must be one row"),
-    ({"labels": ids(), "num_items_in_batch": "5"}, "num_items_in_batch='5' must be the"),
-]
-SHARDED = [
-    (
-        {"position_ids": ARANGE, "labels": ids()},
-        "labels must be shifted before the sequence is sharded.*SPDataLoader",
-    ),
-    ({}, "position_ids are missing: each rank"),
-    (
-        {"position_ids": ARANGE},
-        "position_ids of rank 1 do not fit whole samples: .* where its document is at 12; for packed documents",
-    ),
-    (
-        {"position_ids": ARANGE + 12, "cu_seqlens": [0, 12]},
-        "end at 12, must rise from 0 to 24, for 1 x 12 tokens on each of 2 ranks: .* or the offsets are not global",
-    ),
-    (
-        {"input_ids": ids(1, 11), "position_ids": ARANGE[:, :11] + 12, "cu_seqlens": [0, 24]},
-        "which end at 24, must rise from 0 to 22, for 1 x 11 tokens on each of 2 ranks: the ranks' shapes disagree",
-    ),
-]
-"""Of the second of two ranks."""
+REFUSED = yaml.safe_load(r"""
+row: &row [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
+positions: &positions [*row]
+eleven: &eleven [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]
+later: &later [[12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23]]
+
+# of one rank
+1:
+- [{seq_idx: *positions}, 'seq_idx alone .*give position_ids or cu_seqlens']
+- [{cu_seq_lens_q: [0, 5, 12], position_ids: *positions},
+  'do not fit cu_seqlens: sample 0, token 5 has position 5 where its document is at 0']
+- [{input_ids: null}, needs input_ids or inputs_embeds]
+- [{past_key_values: a cache}, 'past_key_values is not supported: call generate\(\) with sp=1']
+- [{input_features: [1]}, 'input_features is not supported: tokens attend']
+- [{shift_labels: *positions, return_dict: false}, 'return_dict=False .*out.loss']
+- [{shift_labels: [*row, *row]}, 'shift_labels \[2, 12\] must have the shape of input_ids \[1, 12\]']
+- [{position_ids: *eleven}, 'position_ids \[1, 11\] do not belong to inputs of 1 x 12 tokens']
+- [{position_ids: [[0, 1, 2, 3, 1, 2, 3, 4, 5, 6, 7, 8]]},
+  'do not fit documents that begin with 0: sample 0, token 4 has position 1 where']
+- [{cu_seqlens: [0, 5, 11]},
+  'cu_seqlens=\[0, 5, 11\], which end at 11, must rise from 0 to 12, for 1 x 12 tokens on each of 1 ranks']
+- [{position_ids: *positions, cu_seqlens: [0, 8, 5, 12]}, '\[0, 8, 5, 12\], which end at 12, must rise from 0']
+- [{attention_mask: [[0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1]]},
+  'attention_mask has zeros .*pad on the right with labels -100']
+- [{attention_mask: [[[[1.0]]]]},
+  'attention_mask of shape \[1, 1, 1, 1\], torch.float32, must have the shape of input_ids']
+- [{attention_mask: {full: null}}, "attention_mask {'full': None} must have the shape"]
+- [{input_ids: [1, 2]}, 'input_ids of shape \[2\], torch.int64, must be a tensor \[B, L\]']
+- [{input_ids: 12}, 'input_ids 12 must be a tensor']
+- [{cu_seqlens: 12}, cu_seqlens 12 must be one row of whole numbers]
+- [{cu_seqlens: [0, 12.0]}, 'cu_seqlens of shape \[2\], torch.float32, must be one row']
+- [{labels: *positions, num_items_in_batch: '5'}, num_items_in_batch='5' must be the]
+
+# of the second of two ranks
+2:
+- [{position_ids: *positions, labels: *positions},
+  'labels must be shifted before the sequence is sharded.*SPDataLoader']
+- [{}, 'position_ids are missing: each rank']
+- [{position_ids: *positions},
+  'position_ids of rank 1 do not fit whole samples: .* where its document is at 12; for packed documents']
+- [{position_ids: *later, cu_seqlens: [0, 12]},
+  'end at 12, must rise from 0 to 24, for 1 x 12 tokens on each of 2 ranks: .* or the offsets are not global']
+- [{input_ids: *eleven, position_ids: *eleven, cu_seqlens: [0, 24]},
+  'which end at 24, must rise from 0 to 22, for 1 x 11 tokens on each of 2 ranks: the ranks'' shapes disagree']
+""")
 
 
-@pytest.mark.parametrize(
-    "ctx, fields, message", [*((ONE, *row) for row in REFUSED), *((SECOND, *row) for row in SHARDED)]
-)
-def test_wrong_inputs_are_refused_by_name(ctx, fields, message):
-    check_refused(message, take, ctx, **{"input_ids": ids(), **fields})
+def tensors(fields):
+    """Lists as tensors."""
+    return {name: torch.tensor(value) if isinstance(value, list) else value for name, value in fields.items()}
+
+
+@pytest.mark.parametrize("ranks, fields, message", [(ranks, *row) for ranks in (1, 2) for row in REFUSED[ranks]])
+def test_wrong_inputs_are_refused_by_name(ranks, fields, message):
+    check_refused(message, take, SECOND if ranks == 2 else ONE, **{"input_ids": ids(), **tensors(fields)})
 
 
 # ----- what is taken
@@ -113,23 +116,25 @@ def test_what_is_ours_does_not_reach_the_model():
     assert (call.documents, call.divisor) == ((0, 12, 24), 5)
 
 
-@pytest.mark.parametrize(
-    "kwargs, documents",
-    [
-        ({}, None),
-        ({"position_ids": ARANGE}, (0, 12, 24)),
-        ({"position_ids": torch.tensor([[*range(5), *range(7)], [*range(12)]])}, (0, 5, 12, 24)),
-        ({"position_ids": ARANGE, "cu_seqlens": [0, 24]}, (0, 24)),
-        ({"cu_seq_lens_q": [0, 12, 24], "cu_seqlens": [0, 24], "max_length_q": 12}, (0, 24)),
-        ({"position_ids": torch.tensor([[*range(7), *range(5)]] * 2), "cu_seqlens": [0, 7, 12, 19, 24]},
-         (0, 7, 12, 19, 24)),
-        ({"position_ids": torch.tensor([[*range(10), 0, 0]] * 2), "cu_seqlens": [0, 12, 24]}, (0, 12, 24)),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_documents_of_one_rank(kwargs, documents):
-    """Right padding beside the offsets may have the position 0."""
-    assert take(input_ids=ids(2), **kwargs).documents == documents
+DOCUMENTS = yaml.safe_load("""
+positions: &positions [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]]
+given:
+- [{}, null]
+- [{position_ids: *positions}, [0, 12, 24]]
+- [{position_ids: [[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]]}, [0, 5, 12, 24]]
+- [{position_ids: *positions, cu_seqlens: [0, 24]}, [0, 24]]
+- [{cu_seq_lens_q: [0, 12, 24], cu_seqlens: [0, 24], max_length_q: 12}, [0, 24]]
+- [{position_ids: [[0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4]],
+  cu_seqlens: [0, 7, 12, 19, 24]}, [0, 7, 12, 19, 24]]
+# right padding beside the offsets may have the position 0
+- [{position_ids: [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 0], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 0]],
+  cu_seqlens: [0, 12, 24]}, [0, 12, 24]]
+""")["given"]
+
+
+@pytest.mark.parametrize("fields, documents", DOCUMENTS, ids=str)
+def test_documents_of_one_rank(fields, documents):
+    assert take(input_ids=ids(2), **tensors(fields)).documents == (documents and tuple(documents))
 
 
 def test_documents_of_a_shard_are_global_and_labels_are_shifted_once():
@@ -287,32 +292,38 @@ def test_options_that_differ_between_ranks_are_refused_on_all(ranks2):
 # ----- types and shapes
 
 
-DIVISOR = "engine_divides_by={!r} must be a number of at least 1"
-TOKENS = "step_tokens=.* must be the number of labels of the whole optimizer step"
-SMOOTHING = "label_smoothing={!r} must be a number from 0 to 1"
-WRONG = [
-    (lambda model, _: model(ids(), ARANGE), {}, "give the model's inputs by name: input_ids"),
-    (lambda model, batch: loss(model, [batch]), {}, "batch is of the type list; it must be a dict"),
-    *((run, {"shift_labels": None}, "the batch has no shift_labels; it has input_ids, position_ids, shift_labels")
-      for run in (loss, blocks, alstlib.token_logps)),
-    (loss, {"inputs_embeds": torch.ones(1, 12, 32)},
-     "the batch has inputs_embeds, which would not reach the model: leave it out"),
-    *((run, LEFT, "attention_mask has zeros") for run in (loss, blocks, alstlib.token_logps)),
-    (functools.partial(blocks, block="5"), {}, "block='5' must be an integer of at least 1"),
-    *((functools.partial(alstlib.token_logps, temperature=n), {}, f"temperature={n!r} must be a number above 0")
-      for n in ("1", 0)),
-    (functools.partial(loss, look=3), {}, "look=3 must be a function"),
-    *((functools.partial(loss, engine_divides_by=n), {}, DIVISOR.format(n))
-      for n in (0, True)),
-    *((blocks, {"step_tokens": n}, TOKENS)
-      for n in (float("nan"), "9", torch.tensor(float("nan")))),
-    *((functools.partial(loss, label_smoothing=n), {}, SMOOTHING.format(n)) for n in (2.0, -0.1)),
+WRONG = r"""
+model(ids(), ARANGE)                      | give the model's inputs by name: input_ids
+loss(model, [batch])                      | batch is of the type list; it must be a dict
+loss(model, {**batch, "inputs_embeds": 1}) | has inputs_embeds, which would not reach the model: leave it out
+blocks(model, batch, block="5")           | block='5' must be an integer of at least 1
+logps(model, batch, temperature="1")      | temperature='1' must be a number above 0
+logps(model, batch, temperature=0)        | temperature=0 must be a number above 0
+loss(model, batch, look=3)                | look=3 must be a function
+loss(model, batch, engine_divides_by=0)   | engine_divides_by=0 must be a number of at least 1
+loss(model, batch, engine_divides_by=True) | engine_divides_by=True must be a number of at least 1
+blocks(model, {**batch, "step_tokens": float("nan")}) | step_tokens=.* must be the number of labels of the whole
+blocks(model, {**batch, "step_tokens": "9"}) | step_tokens=.* must be the number of labels of the whole optimizer step
+blocks(model, {**batch, "step_tokens": torch.tensor(float("nan"))}) | step_tokens=.* must be the number of labels of
+loss(model, batch, label_smoothing=2.0)   | label_smoothing=2.0 must be a number from 0 to 1
+loss(model, batch, label_smoothing=-0.1)  | label_smoothing=-0.1 must be a number from 0 to 1
+"""
+OF_ALL = """
+{"shift_labels": None} | the batch has no shift_labels; it has input_ids, position_ids, shift_labels
+{"attention_mask": (ARANGE > 2).long()} | attention_mask has zeros
+"""
+"""Fields of a batch that no function takes."""
+WRONG = lines_of(WRONG, "|")
+WRONG += [
+    (f"{run}(model, {{**batch, **{fields}}})", says)
+    for run in ("loss", "blocks", "logps") for fields, says in lines_of(OF_ALL, "|")
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("run, fields, message", WRONG)
-def test_every_wrong_type_shape_or_number_is_named(attached, run, fields, message):
-    check_refused(message, run, attached, {**slice_of(0), **fields})
+@pytest.mark.parametrize("call, message", WRONG)
+def test_every_wrong_type_shape_or_number_is_named(attached, call, message):
+    names = {**globals(), "model": attached, "batch": slice_of(0), "logps": alstlib.token_logps}
+    check_refused(message, eval, call, names)
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,9 @@ import functools
 
 import pytest
 import torch
+import yaml
 import zoo
-from cases import ALL_OFF, attach, batch, check_refused, each_document, gradients, make_model, on_ranks, worst_error
+from cases import attach, batch, check_refused, each_document, gradients, make_model, on_ranks, worst_error
 from operators import logps_of, randn
 from test_block_step import LENGTH, PACKED, sample
 from torch import nn
@@ -18,15 +19,17 @@ from alstlib.base.reference import relative_error
 from alstlib.data.shard import shard_batch
 from alstlib.planner.measure.verify import in_full
 
-HOST = {"offload": "sync", "chunk": 4, "on_host": "hidden+kv"}
-OPTIONS = [
-    {"tiles": {"mlp": True, "loss": 4, "norm": True}},
-    ALL_OFF,
-    {"chunk": 4},
-    {"tiles": {"mlp": True, "norm": True}, "chunk": 4},
-    HOST,
-]
-"""A rank's slice has 11 tokens: chunks of 4, 4 and 3."""
+WAYS = yaml.safe_load("""
+- [{tiles: {mlp: true, loss: 4, norm: true}}, null]
+- [{tiles: false, checkpoint: false}, null]
+- [{chunk: 4}, null]
+- [{tiles: {mlp: true, norm: true}, chunk: 4}, null]
+- [{offload: sync, on_host: hidden+kv, chunk: 4}, null]
+- [{}, 3]
+- [{offload: sync, on_host: hidden+kv}, 4]
+- [{}, 64]
+""")
+"""Options, and the length of a block. A slice of one of two ranks has 11 tokens: chunks of 4, 4 and 3."""
 
 
 def plain(model, data, temperature=1.0):
@@ -44,92 +47,65 @@ def part_of(whole, world, rank):
     return nn.functional.pad(whole, (0, -whole.shape[1] % world)).chunk(world, 1)[rank]
 
 
-def exact(rank, world, name, data, temperature):
-    """Values, statistics and gradients of an fp64 model, whose tokens have random upstream gradients; and the loss's
-    statistics, which are those of all tokens that count."""
-    ctx, model, weights = alstlib.SPContext.create(world), zoo.build(name, torch.float64), randn(*data["labels"].shape)
-    with in_full():
-        twin = copy.deepcopy(model)
-        data["labels"][:, 1:4] = twin(data["input_ids"]).logits.argmax(-1)[:, :3]  # some are right
-        want, entropy, correct, mean = plain(twin, data, temperature)
-        (want * weights).sum().backward()
-    given, grads, valid = shard_batch(data, world, rank), gradients(twin), int((want != 0).sum())
-    means = [float(of_tokens.sum()) / valid for of_tokens in (entropy, correct)]
-    assert 0 < means[1] < 1
-    for options in OPTIONS:
-        with attach(model, ctx, **options), in_full():
-            model.zero_grad()
-            logps = alstlib.token_logps(model, given, temperature=temperature)
-            again = alstlib.token_logps(model, given, statistics=True, temperature=temperature)
-            (logps * part_of(weights, world, rank)).sum().mul(world).backward()
-            for got, whole in ((logps, want), (again.logps, want), (again.entropy, entropy), (again.mean_logits, mean)):
-                assert relative_error(got, part_of(whole, world, rank)) < 1e-11, options
-            assert worst_error(gradients(model, world), grads)[0] < 1e-11, options
-            assert torch.equal(again.correct, part_of(correct, world, rank)), options
-            assert (logps.shape, logps.dtype) == (given["shift_labels"].shape, torch.float64)
-            if temperature == 1.0:
-                out = alstlib.causal_lm_loss(model, given, statistics=True)
-                assert [out.entropy.item(), out.accuracy.item()] == pytest.approx(means, rel=1e-11)
-                assert not any(t.requires_grad for t in (out.entropy, out.accuracy))
-                assert alstlib.causal_lm_loss(model, given).entropy is None
-
-
-@pytest.mark.parametrize(
-    "name, world, documents, temperature",
-    [("llama, 9 heads on 3", 2, PACKED, 1.0), ("gemma2", 2, None, 0.7), ("gemma2", 1, PACKED, 1.0)],
-)
-def test_values_and_gradients_of_plain_transformers(pools, name, world, documents, temperature):
-    """Whole layers and chunks, whose tokens are dealt out anew; packed documents; soft caps."""
-    data = sample(documents, rows=1 if documents else 2)
-    on_ranks(pools, world, exact, name, data, temperature)
-
-
 def whole_sequences(sums):
     """A loss that is not linear in the log-probabilities."""
     return -nn.functional.logsigmoid(sums[0] - sums[1]) + (sums / 20).exp().mean()
 
 
-def by_blocks(rank, world, name, data, temperature):
-    """Values, statistics and gradients of a loss of tokens and of whole sequences, block by block."""
+def exact(rank, world, name, data, temperature):
+    """Values, statistics and gradients of an fp64 model, of a loss of tokens and of whole sequences; and the loss's
+    statistics, which are those of all tokens that count."""
     ctx, model, weights = alstlib.SPContext.create(world), zoo.build(name, torch.float64), randn(*data["labels"].shape)
     with in_full():
         twin = copy.deepcopy(model)
-        want, entropy, correct, mean = plain(twin, data, temperature)
+        data["labels"][:, 1:4] = twin(data["input_ids"]).logits.argmax(-1)[:, :3]  # some are right
+        want, *wanted = plain(twin, data, temperature)
         lengths = data.get("document_lengths", [[LENGTH]] * len(want))
         sums = torch.stack([x.sum() for row, some in zip(want, lengths) for x in row.split(some)])
         loss = whole_sequences(sums) + (want.square() * weights).sum()
         loss.backward()
-        values = want.detach()
+        want, valid = want.detach(), int((want != 0).sum())
         given, grads, mine = shard_batch(data, world, rank), gradients(twin), part_of(weights, world, rank)
+        means = [float(of_tokens.sum()) / valid for of_tokens in wanted[:2]]
+        assert 0 < means[1] < 1
 
         def objective(logps):
             own = (logps.square() * mine).sum() * world
             return whole_sequences(alstlib.sequence_logps(logps, given, ctx)) + own
 
-        for block, options in ((3, {}), (4, {**HOST, "chunk": None}), (64, {})):
+        logps_of_model = functools.partial(alstlib.token_logps, model, given, temperature=temperature)
+        for options, block in WAYS:
             with attach(model, ctx, **options):
                 model.zero_grad()
-                out = alstlib.block_step(model, given, block, objective=objective, temperature=temperature)
-                assert worst_error(gradients(model, world), grads)[0] < 1e-10, block
-                assert float(out.mean) == pytest.approx(-float(values.sum()) / int((values != 0).sum()), rel=1e-10)
-                assert world > 1 or float(out.loss) == pytest.approx(float(loss.detach()), rel=1e-10)
+                if block:
+                    out = alstlib.block_step(model, given, block, objective=objective, temperature=temperature)
+                    assert float(out.mean) == pytest.approx(-float(want.sum()) / valid, rel=1e-10)
+                    assert world > 1 or float(out.loss) == pytest.approx(float(loss.detach()), rel=1e-10)
+                else:
+                    objective(logps_of_model()).backward()
+                assert worst_error(gradients(model, world), grads)[0] < 1e-10, (options, block)
                 with torch.no_grad():
-                    logps = alstlib.token_logps(model, given, block=block, temperature=temperature)
-                    found = alstlib.token_logps(model, given, block=block, statistics=True, temperature=temperature)
-                for got, whole in (
-                    (logps, want),
-                    (found.logps, want),
-                    (found.entropy, entropy),
-                    (found.mean_logits, mean),
-                ):
-                    assert relative_error(got, part_of(whole, world, rank)) < 1e-11, block
-                assert torch.equal(found.correct, part_of(correct, world, rank))
+                    logps, found = logps_of_model(block=block), logps_of_model(block=block, statistics=True)
+                pairs = zip((logps, found.logps, found.entropy, found.mean_logits), (want, want, *wanted[::2]))
+                for got, whole in pairs:
+                    assert relative_error(got, part_of(whole, world, rank)) < 1e-11, (options, block)
+                assert torch.equal(found.correct, part_of(wanted[1], world, rank)), (options, block)
+                assert (logps.shape, logps.dtype) == (given["shift_labels"].shape, torch.float64)
+                if temperature == 1.0 and not block:
+                    out = alstlib.causal_lm_loss(model, given, statistics=True)
+                    assert [out.entropy.item(), out.accuracy.item()] == pytest.approx(means, rel=1e-11)
+                    assert not any(t.requires_grad for t in (out.entropy, out.accuracy))
+                    assert alstlib.causal_lm_loss(model, given).entropy is None
 
 
-@pytest.mark.parametrize("world, documents", [(1, None), (2, PACKED), (3, None)])
-def test_block_by_block(pools, world, documents):
+@pytest.mark.parametrize(
+    "name, world, documents, temperature",
+    [("llama, 9 heads on 3", 2, PACKED, 1.0), ("gemma2", 3, None, 0.7), ("gemma2", 1, PACKED, 1.0)],
+)
+def test_values_and_gradients_of_plain_transformers(pools, name, world, documents, temperature):
+    """Whole layers, chunks, whose tokens are dealt out anew, and blocks; packed documents; soft caps."""
     data = sample(documents, rows=1 if documents else 2)
-    on_ranks(pools, world, by_blocks, "llama, 9 heads on 3", data, 0.7)
+    on_ranks(pools, world, exact, name, data, temperature)
 
 
 # ----- one process

@@ -4,7 +4,7 @@ import matrix
 import pytest
 import torch
 import zoo
-from cases import attach, check_refused, make_model
+from cases import attach, check_refused, lines_of, make_model
 
 import alstlib
 from alstlib.base import reference
@@ -61,15 +61,17 @@ def test_kernels_in_sixteen_bits_pass_the_check():
     assert lse.dtype == torch.float32
 
 
-WRONG = {
-    "to the base 2": (lambda *a, **kw: (plain(*a, **kw)[0], plain(*a, **kw)[1] / 0.6931), "its logsumexp differs"),
-    "scale left out": (lambda *a, scale, causal: plain(*a, scale=1.0, causal=causal), "its output differs"),
-    "not causal": (lambda *a, scale, causal: plain(*a, scale=scale, causal=False), "its output differs"),
-    "logsumexp without a gradient": (WithBackward().__call__, "a logsumexp that autograd cannot differentiate"),
-    "no logsumexp": (lambda *a, **kw: plain(*a, **kw)[0], r"\] torch\.float32; output .* and logsumexp .* are needed"),
-    "another layout": (lambda *a, **kw: (plain(*a, **kw)[0].transpose(1, 2), plain(*a, **kw)[1]), "are needed"),
-    "logsumexp in 16 bits": (lambda *a, **kw: (plain(*a, **kw)[0], plain(*a, **kw)[1].half()), r"\] torch\.float16; "),
-}
+WRONG = r"""
+to the base 2        | its logsumexp differs | (plain(*a, **kw)[0], plain(*a, **kw)[1] / 0.6931)
+scale left out       | its output differs    | plain(*a, **{**kw, "scale": 1.0})
+not causal           | its output differs    | plain(*a, **{**kw, "causal": False})
+no gradient          | a logsumexp that autograd cannot differentiate | WithBackward()(*a, **kw)
+no logsumexp         | \] torch\.float32; output .* and logsumexp .* are needed | plain(*a, **kw)[0]
+another layout       | are needed            | (plain(*a, **kw)[0].transpose(1, 2), plain(*a, **kw)[1])
+logsumexp in 16 bits | \] torch\.float16;    | (plain(*a, **kw)[0], plain(*a, **kw)[1].half())
+"""
+"""What a function gives of its arguments, and what is said of it."""
+WRONG = {name: (eval(f"lambda *a, **kw: {gives}"), why) for name, why, gives in lines_of(WRONG, "|")}
 
 
 def without_rest(q, k, v, **how):

@@ -74,41 +74,37 @@ def test_a_local_folder_has_its_weights_unless_random_ones_are_asked_for(tmp_pat
     assert len(load(tmp_path, config={"num_hidden_layers": 1}, random_weights=True).model.layers) == 1
 
 
+def counted(config, frozen=(), **how):
+    """FLOPs of forward and backward on 32 tokens as PyTorch counts them, and the dimensions that ours are from."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", **how)
+    for name, p in model.named_parameters():
+        p.requires_grad_(not any(part in name for part in frozen))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.arange(32).view(1, 32), use_cache=False).logits.sum().backward()
+    return counter.get_total_flops(), flop_dimensions(model)
+
+
 @pytest.mark.parametrize("kind", ["mha", "gqa", "qwen3", "gpt2"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_flos_count_every_matrix_multiplication(kind, tied):
     """PyTorch's own counter over forward and backward agrees (2 flops a multiply-add, full attention matrix). What
     they are in a result is in tests/runs/test_results.py."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    model = AutoModelForCausalLM.from_config(case_config(kind, tie_word_embeddings=tied), attn_implementation="eager")
-    ids = torch.arange(32).view(1, 32)
-    with FlopCounterMode(display=False) as counter:
-        model(input_ids=ids, use_cache=False).logits.sum().backward()
-    dimensions = flop_dimensions(model)
-    dense = 6 * dimensions["dense_params"] * 32
+    found, dimensions = counted(case_config(kind, tie_word_embeddings=tied))
     attention = 3 * 4 * 32 * 32 * dimensions["head_dim"] * dimensions["heads"] * dimensions["layers"]
-    assert counter.get_total_flops() == pytest.approx(dense + attention, rel=0.02)
+    assert found == pytest.approx(6 * dimensions["dense_params"] * 32 + attention, rel=0.02)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 def test_flos_of_frozen_matrices_and_of_experts(kind):
     """An adapter's base has no gradients of its own, and a token goes to two of four experts. The model's FLOPs are
     what PyTorch counts, but for the half of the attention that is masked."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    fields = {"experts_implementation": "eager"} if kind == "mixtral" else {}
-    config = mixture() if kind == "mixtral" else case_config("gqa")
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", **fields)
-    for name, p in model.named_parameters():
-        p.requires_grad_("mlp" not in name and "head" not in name)
-    ids = torch.arange(32).view(1, 32)
-    with FlopCounterMode(display=False) as counter:
-        model(input_ids=ids, use_cache=False).logits.sum().backward()
-    dimensions = flop_dimensions(model)
+    experts = {"experts_implementation": "eager"} if kind == "mixtral" else {}
+    found, dimensions = counted(mixture() if experts else case_config("gqa"), ("mlp", "head"), **experts)
     masked = 6 * 32 * 32 * dimensions["head_dim"] * dimensions["heads"] * dimensions["layers"]
     assert dimensions["frozen"] > dimensions["dense_params"] / 3
-    assert counter.get_total_flops() == pytest.approx(flos(32, 32, **dimensions)["model"] + masked, rel=0.02)
+    assert found == pytest.approx(flos(32, 32, **dimensions)["model"] + masked, rel=0.02)
 
 
 @pytest.mark.parametrize("name", ["num_experts_per_tok", "top_k_experts", "moe_topk"])
@@ -127,19 +123,23 @@ def test_flos_of_windows():
     assert found == pytest.approx(pairs, rel=0.01)
 
 
+MFU = yaml.safe_load("""
+NVIDIA H100 80GB HBM3: 989
+NVIDIA GeForce RTX 4090: 165
+a GPU: null
+NVIDIA H100 PCIe: 756
+NVIDIA RTX A1000: null
+NVIDIA A100-SXM4-40GB: 312
+""")
+"""The peak of GPUs in TFLOPS."""
+
+
 def test_an_mfu_is_a_share_of_the_peak_of_a_gpu_that_is_known(monkeypatch):
     assert mfu(1e12, torch.device("cpu")) is None
-    for name, share in (
-        ("NVIDIA H100 80GB HBM3", 1 / 989),
-        ("NVIDIA GeForce RTX 4090", 1 / 165),
-        ("a GPU", None),
-        ("NVIDIA H100 PCIe", 1 / 756),
-        ("NVIDIA RTX A1000", None),
-        ("NVIDIA A100-SXM4-40GB", 1 / 312),
-    ):
+    for name, peak in MFU.items():
         here = SimpleNamespace(get_device_name=lambda device, name=name: name)
         monkeypatch.setattr(models, "accelerator", lambda device, here=here: here)
-        assert mfu(1e12, torch.device("cuda")) == (share and pytest.approx(share))
+        assert mfu(1e12, torch.device("cuda")) == (peak and pytest.approx(1 / peak))
 
 
 LIGER = yaml.safe_load("""

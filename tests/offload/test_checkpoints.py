@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import attach, batch, make_model, train
+from cases import attach, batch, lines_of, make_model, train
 from operators import counted, gradients, randn, worst
 from test_ledger import OPTIONS as MORE_OPTIONS
 from torch import Tensor, nn
@@ -228,26 +228,35 @@ def test_pinned_slabs_wait_before_they_go(monkeypatch):
     assert len(calls) == 3  # what was not pinned is not unpinned
 
 
+STRIDES = """
+torch.randn(1, 5, 3, 4).transpose(1, 2)          | its own
+torch.randn(2, 5, 4)                             | its own
+torch.randn(3, 2, 4, 5).permute(3, 1, 0, 2)      | its own
+torch.randn(6, 4)[:, None].transpose(0, 1)       | its own
+torch.empty(0, 3).T                              | its own
+torch.randn(2, 6, 4)[:, :5]                      | (20, 4, 1)
+torch.randn(3, 1).expand(3, 4)                   | (4, 1)
+"""
+"""Tensors, and the strides with which the host gives them back."""
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_tensors_come_back_with_their_strides(mode):
     """An attention output is a permuted view: kernels that are built for a layout meet the same one again. What has
     gaps, or rows that share memory, is stored without. It may be overwritten once it is kept."""
-    store = HostStore(mode)
-    strides = [
-        (torch.randn(1, 5, 3, 4).transpose(1, 2), None), (torch.randn(2, 5, 4), None),
-        (torch.randn(3, 2, 4, 5).permute(3, 1, 0, 2), None), (torch.randn(6, 4)[:, None].transpose(0, 1), None),
-        (torch.empty(0, 3).T, None), (torch.randn(2, 6, 4)[:, :5], (20, 4, 1)),
-        (torch.randn(3, 1).expand(3, 4), (4, 1)),
-    ]  # fmt: skip
-    ticket, wants = store.ticket(), [x.clone() for x, _ in strides]
-    for x, _ in strides:
+    store, kept = HostStore(mode), []
+    ticket = store.ticket()
+    for made, strides in lines_of(STRIDES, "|"):
+        x = eval(made)
+        own = strides == "its own" or mode == "none"
+        kept.append((x.clone(), x.stride() if own else eval(strides)))
         store.put(ticket, x)
         if mode != "none":  # the host holds what it was
             x.untyped_storage().fill_(0)
     back = store.get(ticket, torch.device("cpu"))
-    for got, want, (x, others) in zip(back, wants, strides, strict=True):
+    for got, (want, strides) in zip(back, kept, strict=True):
         assert torch.equal(got, want)
-        assert got.stride() == (x.stride() if others is None or mode == "none" else others)
+        assert got.stride() == strides
     assert store.nbytes == (0 if mode == "none" else sum(t.nbytes for t in back))
 
 

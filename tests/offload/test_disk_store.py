@@ -14,6 +14,7 @@ import weakref
 
 import pytest
 import torch
+import yaml
 from cases import attach, batch, check_refused, make_model, on_ranks, same, small_pages, step, train
 from device.module import device
 
@@ -74,14 +75,11 @@ def test_the_same_bits_with_a_host_that_is_too_small(tmp_path, monkeypatch, way)
 
 def test_as_much_stays_on_the_host_as_it_has_room_for(tmp_path):
     """What stays is spread over the layers, and what is on its way is the share of three layers: the host is full."""
-    for rows, away in ((3, 10), (4, 9), (5, 7), (6, 6), (7, 5), (8, 3), (9, 2)):
+    for rows, away in ((3, 10), (4, 9), (5, 7), (6, 6), (7, 5), (8, 3), (9, 2), (LAYERS, 0)):
         with with_disk(model := model_of(), tmp_path, host_memory=rows * ROW) as handle:
             train(model, batch(LENGTH))
             assert handle.store.file.written == away * ROW
             assert handle.store.peak_nbytes == rows * ROW
-    with with_disk(model := model_of(), tmp_path, host_memory=LAYERS * ROW) as handle:  # the host holds everything
-        train(model, batch(LENGTH))
-        assert handle.store.file.written == handle.store.file.size == 0
     with with_disk(model := model_of(), tmp_path, host_memory=7 * ROW) as handle:
         loss = alstlib.causal_lm_loss(model, batch(LENGTH)).loss
         ticket, stays = handle.store.latest(), []
@@ -187,17 +185,23 @@ def test_refusals(tmp_path):
         train(handle.model, batch(LENGTH))
 
 
+RULE = yaml.safe_load("""
+# bytes of the host and of the disk, what is saved: what is kept, for 10 layers with inputs of 100 bytes, outputs of 50
+- [1500, 1000000, auto, [1, 10, 1000, false]]  # no need
+- [1499, 1000000, auto, [1, 10, 1000, true]]
+- [449, 1000000, auto, [1, 0, 1000, true]]  # outputs cannot be on their way
+- [299, 1000000, auto, [5, 1, 200, false]]  # nor inputs
+- [500, 400, false, [2, 0, 500, false]]  # the disk is too small
+""")
+
+
 def test_the_rule():
-    rule = {"layers": 10, "input_bytes": 100, "output_bytes": 50}
-    assert kept_with_disk(1500, 10**6, save="auto", **rule) == (1, 10, 1000, False)  # no need
-    assert kept_with_disk(1499, 10**6, save="auto", **rule) == (1, 10, 1000, True)
+    for room, disk, save, want in RULE:
+        assert kept_with_disk(room, disk, 10, 100, 50, save) == tuple(want)
     page = 4096
     assert sent_away(9 * page, 0, 10, page, (), ())[1:] == (2 * page, page)
     assert sent_away(2 * page, 0, 10, page, (), ())[1:] == (10 * page, 2 * page)  # nothing makes room enough
     assert sent_away(15 * page, 0, 10, page, (page, page), range(5))[1:] == (9 * page, 4 * page)  # half of them attend
-    assert kept_with_disk(449, 10**6, save="auto", **rule) == (1, 0, 1000, True)  # outputs cannot be on their way
-    assert not kept_with_disk(299, 10**6, save="auto", **rule)[3]  # nor inputs
-    assert kept_with_disk(500, 400, save=False, **rule)[0] == 2  # the disk is too small
 
 
 def test_a_plan_never_takes_more_than_the_host_has():

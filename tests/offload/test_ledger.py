@@ -2,10 +2,12 @@
 
 import functools
 import gc
+from pkgutil import resolve_name
 
 import pytest
 import torch
-from cases import attach, batch, check_step, make_model, step, train
+import yaml
+from cases import attach, batch, check_step, lines_of, make_model, step, train
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -13,17 +15,17 @@ from alstlib.offload.host_store import HostStore
 from alstlib.planner.measure.ledger import DeviceOutOfMemory, Ledger, ran_out, storage_bytes
 
 MIB = 2**20
-SHAPE = {
-    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
-}  # fmt: skip
-OPTIONS = {
-    "nothing": {"tiles": False, "checkpoint": False},
-    "checkpoint": {"tiles": {"norm": True}},
-    "tiled": {"tiles": {"mlp": 128, "loss": 128, "norm": True}, "save_attention": True},
-    "sync": {"tiles": {"mlp": 128, "loss": 128, "norm": True}, "offload": "sync", "save_attention": False},
-    "async": {"tiles": {"mlp": 128, "loss": 128, "norm": True}, "offload": True},
-}
+SHAPE = yaml.safe_load("""
+{vocab_size: 512, hidden_size: 64, intermediate_size: 192, num_hidden_layers: 2, num_attention_heads: 4,
+ num_key_value_heads: 2, max_position_embeddings: 4096}
+""")
+OPTIONS = yaml.safe_load("""
+nothing: {tiles: false, checkpoint: false}
+checkpoint: {tiles: {norm: true}}
+tiled: {tiles: &tiles {mlp: 128, loss: 128, norm: true}, save_attention: true}
+sync: {tiles: *tiles, offload: sync, save_attention: false}
+async: {tiles: *tiles, offload: true}
+""")
 
 
 @pytest.fixture(autouse=True)
@@ -216,23 +218,22 @@ def test_curve_and_peak_agree():
         assert ledger.curve == [], "nothing is recorded unasked"
 
 
-@pytest.mark.parametrize(
-    "error, is_it",
-    [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
-        (DeviceOutOfMemory("out of device memory"), True),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
-        (RuntimeError("CUDA error: out of memory"), True),
-        (RuntimeError("NCCL error: unhandled cuda error\nLast error:\nFailed to CUDA calloc async 608 bytes"), True),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), True),
-        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
-        (ValueError("out of memory"), False),
-    ],
-    ids=lambda e: str(e)[:30],
-)
-def test_what_says_that_memory_ran_out(error, is_it):
-    assert ran_out(error) == is_it
+ENDS = """
+torch:OutOfMemoryError                            -> yes -> CUDA out of memory. Tried to allocate 2.00 GiB
+alstlib.planner.measure.ledger:DeviceOutOfMemory  -> yes -> out of device memory
+builtins:RuntimeError -> yes -> cuDNN error: CUDNN_STATUS_ALLOC_FAILED
+builtins:RuntimeError -> yes -> CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`
+builtins:RuntimeError -> yes -> CUDA error: out of memory
+builtins:RuntimeError -> yes -> NCCL error: unhandled cuda error, Failed to CUDA calloc async 608 bytes
+builtins:RuntimeError -> yes -> DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes
+builtins:RuntimeError -> no  -> CUDA error: an illegal memory access was encountered
+builtins:ValueError   -> no  -> out of memory
+"""
+
+
+@pytest.mark.parametrize("kind, is_it, message", lines_of(ENDS))
+def test_what_says_that_memory_ran_out(kind, is_it, message):
+    assert ran_out(resolve_name(kind)(message)) == (is_it == "yes")
 
 
 @pytest.mark.gpu

@@ -1,9 +1,11 @@
 """Layers streamed in chunks: in O(chunk) memory, no work in vain, refused where rows cannot be cut. The net of
 whole steps (tests/matrix.py) has their gradients."""
 
+import functools
+
 import pytest
 import torch
-from cases import attach, batch, check_refused, make_model, passes, peak, step
+from cases import attach, batch, check_refused, growth, make_model, passes, step
 from operators import error_of
 from torch import nn
 
@@ -42,17 +44,13 @@ def test_working_memory_is_of_the_chunk():
     """From 128 to 256 rows the peak grows by what stays whole: layer input, output, gradients, keys and values (and
     their fp32 gradients); nothing of the MLP, queries or norms, and no attention outputs, which wait on the host."""
     width, kv = 32, 16  # two key/value heads of 8
-
-    def peak_of(length, chunk):
-        model = make_model(num_hidden_layers=3, intermediate_size=256, max_position_embeddings=256)
-        more = {"tiles": {"loss": 64, "norm": True}, "offload": "sync", "save_attention": True}
-        return peak(model, batch(length), chunk=chunk, **more)
-
+    build = functools.partial(make_model, num_hidden_layers=3, intermediate_size=256)
+    how = {"tiles": {"loss": 64, "norm": True}, "offload": "sync", "save_attention": True, "build": build}
     # per row: x (turns into its gradient), the gradient that came in, K, V, dK, dV, cos and sin, tokens and labels
     whole = 4 * (2 * width + 2 * kv + 2 * kv + 2 * 8) + 5 * 8
-    growth = (peak_of(256, 64) - peak_of(128, 64)) / 128
-    assert growth < 1.1 * whole, (growth, whole)
-    assert (peak_of(256, None) - peak_of(128, None)) / 128 > 3 * growth  # the reading can fail
+    grown = growth(128, 256, chunk=64, **how)
+    assert grown < 1.1 * whole, (grown, whole)
+    assert growth(128, 256, **how) > 3 * grown  # the reading can fail
 
 
 # ----- refusals

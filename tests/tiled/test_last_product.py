@@ -1,11 +1,9 @@
 """A tile that runs for its gradients alone leaves its last product out, and its gradients are right."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from cases import lines_of
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from alstlib.base.reference import relative_error
@@ -15,35 +13,35 @@ WIDTH, INNER, TOKENS = 6, 10, 7
 
 
 class Gated(nn.Module):
-    def __init__(self, bias: bool = False, after: Callable[[Tensor], Tensor] = lambda y: y) -> None:
+    def __init__(self, bias=False):
         super().__init__()
         self.gate, self.up = (nn.Linear(WIDTH, INNER, bias) for _ in range(2))
         self.down = nn.Linear(INNER, WIDTH, bias)
-        self.after = after
+        self.after = lambda y: y
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.after(self.down(nn.functional.silu(self.gate(x)) * self.up(x)))
 
 
 class Products(TorchDispatchMode):
     """Counts the products of all tokens with one weight."""
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens):
         super().__init__()
         self.one, self.multiplied = tokens * WIDTH * INNER, 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
             left, right = args[-2:]
             self.multiplied += left.numel() * right.shape[1]
         return func(*args, **(kwargs or {}))
 
     @property
-    def made(self) -> float:
+    def made(self):
         return self.multiplied / self.one
 
 
-def products_of_backward(mlp: nn.Module, tile: int = 4) -> float:
+def products_of_backward(mlp, tile=4):
     """Products of a backward through the MLP's tiles, whose gradients are those of the MLP itself."""
     torch.manual_seed(0)
     x, upstream = torch.randn(2, TOKENS, WIDTH, requires_grad=True), torch.randn(2, TOKENS, WIDTH)
@@ -59,6 +57,11 @@ def products_of_backward(mlp: nn.Module, tile: int = 4) -> float:
     return counter.made
 
 
+def check_gradients(got, want, of):
+    """Of the sums of two outputs."""
+    assert relative_error(*(torch.autograd.grad(out.sum(), of)[0] for out in (got, want))) < 1e-5
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_left_out(bias):
     assert products_of_backward(Gated(bias)) == 2 + 6
@@ -70,60 +73,30 @@ def test_frozen_weights_get_no_gradient():
     assert products_of_backward(mlp) == 2 + 5
 
 
-def read(mlp: Any) -> None:
-    mlp.after = lambda y: y.clamp(-0.1, 0.1)
+CHANGES = """
+read                   | mlp.after = lambda y: y.clamp(-0.1, 0.1)
+read where it is large | mlp.after = lambda y: y.clamp(-0.1, 0.1) if y.abs().max() > 0.5 else y
+read beside            | mlp.after = lambda y: (y.abs().max(), y)[1]
+read in place          | mlp.register_forward_hook(lambda m, args, out: out.clamp_(-0.1, 0.1))
+watched                | mlp.down.register_forward_hook(lambda m, args, out: None)
+watched whole          | mlp.register_forward_hook(lambda m, args, out: None)
+watched in backward    | mlp.register_full_backward_hook(lambda m, grads, of: None)
+compiled               | mlp.compile(backend="eager")
+patched                | mlp.down.forward = mlp.down.forward
+"""
+"""What a user does to an MLP; where it is large, as for fp16, the first tile is clamped and the others are not."""
 
 
-def read_where_it_is_large(mlp: Any) -> None:
-    """As for fp16: the first tile is clamped, and the others are not."""
-    mlp.after = lambda y: y.clamp(-0.1, 0.1) if y.abs().max() > 0.5 else y
-
-
-def read_beside(mlp: Any) -> None:
-    mlp.after = lambda y: (y.abs().max(), y)[1]
-
-
-def read_in_place(mlp: Any) -> None:
-    mlp.register_forward_hook(lambda m, args, out: out.clamp_(-0.1, 0.1))
-
-
-def watched(mlp: Any) -> None:
-    mlp.down.register_forward_hook(lambda m, args, out: None)
-
-
-def watched_whole(mlp: Any) -> None:
-    mlp.register_forward_hook(lambda m, args, out: None)
-
-
-def watched_in_backward(mlp: Any) -> None:
-    mlp.register_full_backward_hook(lambda m, grads, of: None)
-
-
-def compiled(mlp: Any) -> None:
-    mlp.compile(backend="eager")
-
-
-def patched(mlp: Any) -> None:
-    mlp.down.forward = mlp.down.forward
-
-
-def shared(mlp: Any) -> None:
-    mlp.after = lambda y: mlp.down(nn.functional.pad(y, (0, INNER - WIDTH)))
-
-
-READS = [read, read_where_it_is_large, read_beside, read_in_place]
-
-
-@pytest.mark.parametrize("change", [*READS, watched, watched_whole, watched_in_backward, compiled, patched])
-def test_computed_where_something_reads_it(change):
+@pytest.mark.parametrize("what, change", lines_of(CHANGES, "|"))
+def test_computed_where_something_reads_it(what, change):
     mlp = Gated()
-    change(mlp)
+    exec(change, {"mlp": mlp})
     assert products_of_backward(mlp) == 3 + 6
 
 
 def test_a_product_that_runs_twice_is_computed():
     mlp = Gated()
-    shared(mlp)
+    mlp.after = lambda y: mlp.down(nn.functional.pad(y, (0, INNER - WIDTH)))
     assert products_of_backward(mlp) == 4 + 8
 
 
@@ -139,16 +112,14 @@ def test_computed_under_autocast():
 def test_what_one_mode_shows_does_not_hold_in_the_other():
     """In evaluation dropout gives back its input: there the product makes the output, and in training it does not."""
     dropout = nn.Dropout(0.5)
-    mlp = Gated(after=lambda y: dropout(y).square())
+    mlp = Gated()
     mlp.after = lambda y: dropout(y) if not mlp.training else dropout(y).square()
     tiled, x = TiledMLP(mlp, TOKENS), torch.randn(1, TOKENS, WIDTH, requires_grad=True)
     mlp.eval(), dropout.eval()
     with torch.no_grad():
         tiled(x)
     mlp.train()
-    (right,) = torch.autograd.grad(mlp(x).sum(), x)
-    (got,) = torch.autograd.grad(tiled(x).sum(), x)
-    assert relative_error(got, right) < 1e-5
+    check_gradients(tiled(x), mlp(x), x)
 
 
 def test_an_output_that_changes_between_the_passes_is_computed():
@@ -160,9 +131,7 @@ def test_an_output_that_changes_between_the_passes_is_computed():
     out = tiled(x)
     mlp.after = torch.square
     torch.manual_seed(1)
-    (right,) = torch.autograd.grad(mlp(x).sum(), x)
-    (got,) = torch.autograd.grad(out.sum(), x)
-    assert relative_error(got, right) < 1e-5
+    check_gradients(out, mlp(x), x)
 
 
 def test_a_first_pass_with_a_graph_computes_all():
@@ -170,7 +139,7 @@ def test_a_first_pass_with_a_graph_computes_all():
     vector = torch.zeros(WIDTH, requires_grad=True)
 
     class Steered(Gated):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return super().forward(x + vector)
 
     mlp, x = Steered().requires_grad_(False), torch.randn(1, TOKENS, WIDTH)
@@ -179,9 +148,7 @@ def test_a_first_pass_with_a_graph_computes_all():
         tiled(x)
     out = tiled(x)
     assert relative_error(out, mlp(x)) < 1e-6
-    (right,) = torch.autograd.grad(mlp(x).square().sum(), vector)
-    (got,) = torch.autograd.grad(out.square().sum(), vector)
-    assert relative_error(got, right) < 1e-5
+    check_gradients(out, mlp(x), vector)
 
 
 def test_computed_while_a_hook_watches_all_modules():
@@ -194,7 +161,7 @@ def test_computed_while_a_hook_watches_all_modules():
 
 def test_an_mlp_that_opens_autocast_itself():
     class Mixed(Gated):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             with torch.autocast("cpu", torch.bfloat16):
                 return self.down(input=nn.functional.silu(self.gate(x)) * self.up(x))
 

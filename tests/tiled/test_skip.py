@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import zoo
-from cases import attach, batch, make_model, mlp_tokens, plain_step, step, worst_error
+from cases import attach, batch, lines_of, make_model, mlp_tokens, plain_step, step, worst_error
 from torch import nn
 from torch.nn import functional as F
 from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
@@ -44,27 +44,29 @@ class Dropout(nn.Module):
         return F.dropout(x.transpose(1, 2).contiguous(), self.p).transpose(1, 2) if self.p else x * 1.0
 
 
-# what a layer does with its MLP's output, and how often the MLP runs then
-FINISHES = {
-    "nothing": (lambda s, m: m, 2),
-    "scaled and reshaped": (lambda s, m: (0.22 * m).flatten(0, 1).unflatten(0, m.shape[:2]), 2),
-    "learned scale": (lambda s, m: s.post_feedforward_layernorm.weight * m, 3),
-    "squared": (lambda s, m: m**2, 3),
-    "gated": (lambda s, m: torch.sigmoid(m) * m, 3),
-    "a projection": (lambda s, m: m @ s.self_attn.o_proj.weight, 3),
-    "the MLP again": (lambda s, m: s.mlp(m), 6),  # three times each
-    "norm": (lambda s, m: s.post_feedforward_layernorm(m), 2),
-    "norm, used twice": (lambda s, m: (n := s.post_feedforward_layernorm(m)) + n.transpose(1, 2).transpose(1, 2), 2),
-    "norm and itself": (lambda s, m: s.post_feedforward_layernorm(m) + m, 3),
-    "itself and norm": (lambda s, m: 1.0 * m + s.post_feedforward_layernorm(m), 3),
-    "norm twice": (lambda s, m: s.post_feedforward_layernorm(m) + s.post_feedforward_layernorm(m), 3),
-    "norm of a norm": (lambda s, m: s.post_feedforward_layernorm(s.post_feedforward_layernorm(m)), 3),
-    "norm read": (lambda s, m: s.post_feedforward_layernorm(m).tanh(), 3),
-    "norm of twice": (lambda s, m: s.post_feedforward_layernorm(2 * m), 3),
-    "with a buffer": (lambda s, m: s.stateful(m), 3),
-    "dropout": (lambda s, m: s.dropout(m), 2),  # its backward reads its mask, not its input
-    "dropout, then norm": (lambda s, m: s.post_feedforward_layernorm(s.dropout(m)), 3),
-}
+FINISHES = """
+nothing                 | 2 | m
+scaled and reshaped     | 2 | (0.22 * m).flatten(0, 1).unflatten(0, m.shape[:2])
+learned scale           | 3 | s.post_feedforward_layernorm.weight * m
+squared                 | 3 | m**2
+gated                   | 3 | torch.sigmoid(m) * m
+a projection            | 3 | m @ s.self_attn.o_proj.weight
+the MLP again           | 6 | s.mlp(m)
+norm                    | 2 | s.post_feedforward_layernorm(m)
+norm, used twice        | 2 | (n := s.post_feedforward_layernorm(m)) + n.transpose(1, 2).transpose(1, 2)
+norm and itself         | 3 | s.post_feedforward_layernorm(m) + m
+itself and norm         | 3 | 1.0 * m + s.post_feedforward_layernorm(m)
+norm twice              | 3 | s.post_feedforward_layernorm(m) + s.post_feedforward_layernorm(m)
+norm of a norm          | 3 | s.post_feedforward_layernorm(s.post_feedforward_layernorm(m))
+norm read               | 3 | s.post_feedforward_layernorm(m).tanh()
+norm of twice           | 3 | s.post_feedforward_layernorm(2 * m)
+with a buffer           | 3 | s.stateful(m)
+dropout                 | 2 | s.dropout(m)
+dropout, then norm      | 3 | s.post_feedforward_layernorm(s.dropout(m))
+"""
+"""What a layer s does with its MLP's output m, and how often the MLP runs then: six times where it is called again,
+three times each; the backward of a dropout reads its mask, not its input."""
+FINISHES = {name: (eval(f"lambda s, m: {does}"), int(forwards)) for name, forwards, does in lines_of(FINISHES, "|")}
 
 
 def open_model(finish, p=0.0):

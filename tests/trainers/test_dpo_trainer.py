@@ -4,8 +4,9 @@ import importlib.metadata
 import re
 
 import pytest
-from cases import check_refused, make_model
-from trainers import SETTINGS, as_one_process, made_of
+import yaml
+from cases import check_refused, lines_of, make_model
+from trainers import HERE, SETTINGS, as_one_process, made_of
 from transformers import Trainer
 from trl import DPOConfig, DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
 from trl.experimental.cpo import CPOTrainer
@@ -14,18 +15,21 @@ from trl_runs import dataset, mixture, tokenizer
 
 import alstlib
 
-ALONE = {"trainer": "DPO", "what": "pairs", "count": 12, "max_steps": 4}
-PAIRS = {**ALONE, "reference": True}
-EVALUATED = {"evaluate": True, "eval_strategy": "steps", "eval_steps": 2}
-MIXED = {"loss_type": ["sigmoid", "ipo", "sft", "robust"], "label_smoothing": 0.1, "ld_alpha": 0.5}
-CASES = {
-    "a reference model": ("ddp", {**PAIRS, **EVALUATED}),
-    "LoRA": ("ddp", {**ALONE, "lora": True, **EVALUATED}),
-    "several losses": ("ddp", {**PAIRS, **MIXED}),
-    "ZeRO-2, LoRA": ("zero2", {**ALONE, "lora": True, **EVALUATED}),
-    "ZeRO-3": ("zero3", {**PAIRS, **EVALUATED}),
-    "FSDP2": ("fsdp2", {**PAIRS, **EVALUATED}),
-}
+TABLE = yaml.safe_load("""
+alone: &alone {trainer: DPO, what: pairs, count: 12, max_steps: 4}
+pairs: &pairs {<<: *alone, reference: true}
+evaluated: &evaluated {evaluate: true, eval_strategy: steps, eval_steps: 2}
+mixed: &mixed {loss_type: [sigmoid, ipo, sft, robust], label_smoothing: 0.1, ld_alpha: 0.5}
+
+cases:
+  a reference model: [ddp, {<<: [*pairs, *evaluated]}]
+  LoRA: [ddp, {<<: [*alone, *evaluated], lora: true}]
+  several losses: [ddp, {<<: [*pairs, *mixed]}]
+  ZeRO-2, LoRA: [zero2, {<<: [*alone, *evaluated], lora: true}]
+  ZeRO-3: [zero3, {<<: [*pairs, *evaluated]}]
+  FSDP2: [fsdp2, {<<: [*pairs, *evaluated]}]
+""")
+ALONE, PAIRS, EVALUATED, MIXED, CASES = (TABLE[name] for name in ("alone", "pairs", "evaluated", "mixed", "cases"))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -38,16 +42,17 @@ def test_two_ranks_train_as_one_process(ranks2, case):
     assert {"rewards/margins", "logps/chosen", "logits/rejected", "entropy", "num_tokens"} <= found
 
 
-LOSSES = (
-    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
-    "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
-)  # fmt: skip
+LOSSES = [
+    "sigmoid", "hinge ipo nca_pair bco_pair", "exo_pair robust aot apo_zero discopop",
+    "sppo_hard aot_unpaired apo_down sft sigmoid_norm",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_each_loss_by_itself(ranks2, loss):
-    smooth = {"label_smoothing": 0.1} if loss in ("robust", "exo_pair") else {}
-    as_one_process(ranks2, {**PAIRS, "loss_type": loss, "max_steps": 2, **smooth})
+@pytest.mark.parametrize("losses", LOSSES)
+def test_every_loss(ranks2, losses):
+    """By itself, or in a sum of others, whose gradient each changes."""
+    smooth = {"label_smoothing": 0.1} if "robust" in losses else {}
+    as_one_process(ranks2, {**PAIRS, "loss_type": losses.split(), "max_steps": 2, **smooth})
 
 
 @pytest.mark.parametrize("divergence", ["forward_kl", "js_divergence"])
@@ -57,7 +62,7 @@ def test_each_divergence(ranks2, divergence):
 
 def test_all_losses_of_the_installed_trl_are_tried():
     said = DPOConfig.__dataclass_fields__["loss_type"].metadata["help"].partition("If multiple")[0]
-    assert set(re.findall(r"`'(\w+)'`", said)) == set(LOSSES)
+    assert set(re.findall(r"`'(\w+)'`", said)) == set(" ".join(LOSSES).split())
 
 
 @pytest.mark.parametrize("settings", [{**PAIRS, **MIXED}, {**ALONE, "lora": True}], ids=["a reference model", "LoRA"])
@@ -97,26 +102,23 @@ def build(cls=SPDPO, settings=None, **kwargs):
     return cls(**{**given, "processing_class": tokenizer(), **kwargs})
 
 
-@pytest.mark.parametrize(
-    "settings, more, message",
-    [
-        ({"use_weighting": True}, {}, "use_weighting=True cannot be used with DPOTrainerMixin"),
-        ({"f_divergence_type": "alpha_divergence"}, {}, "use 'reverse_kl'"),
-        (
-            {"router_aux_loss_coef": 0.1},
-            {"model": lambda: made_of(mixture())},
-            "router_aux_loss_coef=0.1 cannot .* DPOTrainerMixin",
-        ),
-        ({}, {"trees": lambda: 0}, "trees=0 must be the number of a rank's tokens in one block"),
-        ({}, {"compute_metrics": lambda: print}, r"compute_metrics cannot be used .* evaluate\(\) logs"),
-    ],
-)
-@pytest.mark.usefixtures("here")
-def test_arguments_that_are_refused(settings, more, message):
-    check_refused(message, build, settings=settings, **{name: make() for name, make in more.items()})
+REFUSED = [
+    ("use_weighting=True cannot be used with DPOTrainerMixin", {"use_weighting": True}, {}),
+    ("use 'reverse_kl'", {"f_divergence_type": "alpha_divergence"}, {}),
+    ("router_aux_loss_coef=0.1 cannot .* DPOTrainerMixin", {"router_aux_loss_coef": 0.1}, {"kind": mixture()}),
+    ("trees=0 must be the number of a rank's tokens in one block", {}, {"trees": 0}),
+    (r"compute_metrics cannot be used .* evaluate\(\) logs", {}, {"compute_metrics": print}),
+]
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("message, settings, more", REFUSED)
+@HERE
+def test_arguments_that_are_refused(message, settings, more):
+    more = {"model": made_of(more["kind"])} if "kind" in more else more
+    check_refused(message, build, settings=settings, **more)
+
+
+@HERE
 def test_an_older_trl_is_refused(monkeypatch):
     """Its DPOTrainer computes log-probabilities from logits by itself."""
     installed = importlib.metadata.version
@@ -124,30 +126,30 @@ def test_an_older_trl_is_refused(monkeypatch):
     check_refused(r"of trl 1\.15 or newer .* \(1\.14\.0 is installed\)", build)
 
 
-@pytest.mark.usefixtures("here")
+@HERE
 def test_logits_are_refused():
     check_refused(r"returns no logits: call evaluate\(\)", build().predict, build().train_dataset)
 
 
-@pytest.mark.parametrize(
-    "mixin, behind, message",
-    [
-        (alstlib.TrainerMixin, DPOTrainer, "DPOTrainer has its own .*put alstlib.DPOTrainerMixin before it"),
-        *((mixin, behind, f"{behind.__name__} has its own .*{why}")
-          for mixin in (alstlib.TrainerMixin, alstlib.DPOTrainerMixin)
-          for behind, why in ((KTOTrainer, "calls its models in several places, .* compute its loss from alstlib"),)),
-        *((alstlib.TrainerMixin, other, f"{other.__name__} has its own .*{why}")
-          for other, why in (
-              (GRPOTrainer, "put alstlib.GRPOTrainerMixin before it"),
-              (RLOOTrainer, "put alstlib.GRPOTrainerMixin before it"),
-              (RewardTrainer, "scores whole samples, .*: train it without the mixin"),
-              (CPOTrainer, "reads logits of whole samples: compute its loss from alstlib.token_logps"),
-              (ORPOTrainer, "reads logits of whole samples: compute its loss from alstlib.token_logps"),
-          )),
-        (alstlib.GRPOTrainerMixin, SFTTrainer, "needs GRPOTrainer or RLOOTrainer of trl 1.15 or newer behind GRPO"),
-        (alstlib.DPOTrainerMixin, SFTTrainer, "needs DPOTrainer of trl 1.15 or newer behind DPOTrainerMixin"),
-        (alstlib.DPOTrainerMixin, Trainer, "needs DPOTrainer of trl 1.15 or newer behind DPOTrainerMixin"),
-    ],
+BEHIND = """
+TrainerMixin     -> DPOTrainer    -> DPOTrainer has its own .*put alstlib.DPOTrainerMixin before it
+TrainerMixin     -> KTOTrainer    -> KTOTrainer has its own .*calls its models in several places, .* loss from alstlib
+DPOTrainerMixin  -> KTOTrainer    -> KTOTrainer has its own .*calls its models in several places, .* loss from alstlib
+TrainerMixin     -> GRPOTrainer   -> GRPOTrainer has its own .*put alstlib.GRPOTrainerMixin before it
+TrainerMixin     -> RLOOTrainer   -> RLOOTrainer has its own .*put alstlib.GRPOTrainerMixin before it
+TrainerMixin     -> RewardTrainer -> RewardTrainer has its own .*scores whole samples, .*: train it without the mixin
+TrainerMixin     -> CPOTrainer    -> CPOTrainer has its own .*reads logits of whole samples: .*alstlib.token_logps
+TrainerMixin     -> ORPOTrainer   -> ORPOTrainer has its own .*reads logits of whole samples: .*alstlib.token_logps
+GRPOTrainerMixin -> SFTTrainer    -> needs GRPOTrainer or RLOOTrainer of trl 1.15 or newer behind GRPO
+DPOTrainerMixin  -> SFTTrainer    -> needs DPOTrainer of trl 1.15 or newer behind DPOTrainerMixin
+DPOTrainerMixin  -> Trainer       -> needs DPOTrainer of trl 1.15 or newer behind DPOTrainerMixin
+"""
+TRAINERS = (
+    CPOTrainer, DPOTrainer, GRPOTrainer, KTOTrainer, ORPOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer, Trainer,
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("mixin, behind, message", lines_of(BEHIND))
 def test_trainers_that_are_refused(mixin, behind, message):
-    check_refused(message, type("Mine", (mixin, behind), {}))
+    (behind,) = (one for one in TRAINERS if one.__name__ == behind)
+    check_refused(message, type("Mine", (getattr(alstlib, mixin), behind), {}))

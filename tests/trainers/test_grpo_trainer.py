@@ -4,6 +4,7 @@ name."""
 from types import SimpleNamespace
 
 import pytest
+import yaml
 from cases import check_refused, make_model
 from trainers import SETTINGS, accelerate_here, as_one_process, check_runs, made_of, plain, run
 from trl import GRPOConfig, GRPOTrainer
@@ -14,30 +15,52 @@ from alstlib.trainers.trainer_checks import check_trees
 
 PROMPTS = {"trainer": "GRPO", "what": "prompt"}
 LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
-EVALUATED = {"evaluate": True, "eval_strategy": "steps", "eval_steps": 2}
-MASKED = {"mask_truncated_completions": True, "top_entropy_quantile": 0.4, "max_completion_length": 5}
-CLIPPED = {"num_iterations": 2, "epsilon": 0.05, "delta": 1.1, "off_policy_mask_threshold": 0.01}
-TWO = {"max_steps": 2}
-"""In which a step follows another one: on new completions, or on the same ones where each is used twice."""
-CASES = {
-    "a reference model": ("ddp", {"reference": True, "beta": 0.2, "num_iterations": 2, **EVALUATED}),
-    "LoRA": ("ddp", {"lora": True, "beta": 0.2, "temperature": 0.7, **TWO}),
-    "truncated completions and low entropies are masked": ("ddp", {**MASKED, "num_iterations": 2, **TWO}),
-    "RLOO": ("ddp", {"trainer": "RLOO", "reference": True, "beta": 0.2, **EVALUATED, **TWO}),
-    "ratios of sequences": ("ddp", {"importance_sampling_level": "sequence", "loss_type": "grpo", **CLIPPED, **TWO}),
-    "tokens of an environment": ("ddp", {"rollout": turns, "top_entropy_quantile": 0.6, **TWO}),
-    "several steps of one generation": ("ddp", {"steps_per_generation": 4, "scale_rewards": "batch"}),
-    "a reference that follows": (
-        "ddp", {"reference": True, "beta": 0.2, "sync_ref_model": True, "ref_model_sync_steps": 2},
-    ),
-    "ZeRO-2, LoRA": ("zero2", {"lora": True, "beta": 0.2, **TWO}),
-    "ZeRO-3": ("zero3", {"reference": True, "beta": 0.2, **TWO}),
-    "FSDP2": ("fsdp2", {"num_iterations": 2}),
-}  # fmt: skip
-AS_TREES = (
-    "a reference model", "LoRA", "truncated completions and low entropies are masked", "RLOO",
-    "tokens of an environment",
-)  # fmt: skip
+TABLE = yaml.safe_load("""
+two: &two {max_steps: 2}  # in which a step follows another one: on new completions, or on the same ones used twice
+evaluated: &evaluated {evaluate: true, eval_strategy: steps, eval_steps: 2}
+from one: &from_one {reference: true, beta: 0.2}
+
+cases:
+  a reference model: [ddp, {<<: [*from_one, *evaluated], num_iterations: 2}]
+  LoRA: [ddp, {<<: *two, lora: true, beta: 0.2, temperature: 0.7}]
+  truncated completions and low entropies are masked: [ddp, {<<: *two, mask_truncated_completions: true,
+    top_entropy_quantile: 0.4, max_completion_length: 5, num_iterations: 2}]
+  RLOO: [ddp, {<<: [*two, *from_one, *evaluated], trainer: RLOO}]
+  ratios of sequences: [ddp, {<<: *two, importance_sampling_level: sequence, loss_type: grpo, num_iterations: 2,
+    epsilon: 0.05, delta: 1.1, off_policy_mask_threshold: 0.01}]
+  several steps of one generation: [ddp, {steps_per_generation: 4, scale_rewards: batch}]
+  a reference that follows: [ddp, {<<: *from_one, sync_ref_model: true, ref_model_sync_steps: 2}]
+  ZeRO-2, LoRA: [zero2, {<<: *two, lora: true, beta: 0.2}]
+  ZeRO-3: [zero3, {<<: [*two, *from_one]}]
+  FSDP2: [fsdp2, {num_iterations: 2}]
+
+as trees: [a reference model, LoRA, truncated completions and low entropies are masked, RLOO, tokens of an environment]
+
+# arguments, and why they are refused
+refused:
+- [{entropy_coef: 0.1}, entropy_coef cannot be used with GRPOTrainerMixin; use 0.0]
+- [{use_adaptive_entropy: true}, use_adaptive_entropy=True cannot be used with GRPOTrainerMixin]
+- [{cast_lm_head_to_fp32: true}, cast_lm_head_to_fp32=True cannot be used with GRPOTrainerMixin]
+- [{use_transformers_continuous_batching: true}, it replaces the attention that is attached]
+
+# what is asked of a trainer with trees
+trees:
+- [{is_deepspeed_enabled: true}, trees=8 with DeepSpeed cannot be used with GRPOTrainerMixin; leave]
+- [{is_fsdp_enabled: true}, trees=8 with FSDP2 cannot be used with GRPOTrainerMixin; leave]
+- [{fp16: true}, trees=8 with fp16 cannot be used with GRPOTrainerMixin; use bf16]
+- [{loss_is_scaled_for_ga: null}, trees=8 with this TRL cannot be used .* install trl 1.16]
+
+# batches, whether there are data for an evaluation
+uneven:
+- [{per_device_train_batch_size: 1, gradient_accumulation_steps: 1}, false, 'multiple of sp=2: each rank generates']
+- [{num_generations: 8}, false, 'must be a multiple of num_generations=8: the ranks that share a sample are one']
+- [{per_device_eval_batch_size: 3}, true, 'eval_batch_size=3 .* use a multiple of sp=2']
+- [{use_vllm: true, vllm_mode: server}, false, tools with vllm_mode=server cannot .* vllm_mode='colocate']
+- [{num_generations_eval: 4}, true, multiple of the 4 generations of a prompt]
+""")
+CASES = TABLE["cases"]
+CASES["tokens of an environment"] = ["ddp", {"rollout": turns, "top_entropy_quantile": 0.6, "max_steps": 2}]
+TWO = TABLE["two"]
 CANCEL = ("loss", "kl")
 """Advantages of a prompt's completions add up to 0, and the first adapter is none."""
 LOGGED = {"reward", "reward_std", "rewards/kinds/mean", "entropy", "completions/mean_length", "num_tokens", "tokens"}
@@ -61,7 +84,7 @@ def reference(tmp_path_factory):
     return str(folder)
 
 
-@pytest.mark.parametrize("case, trees", [*((case, None) for case in CASES), *((case, 4) for case in AS_TREES)])
+@pytest.mark.parametrize("case, trees", [*((case, None) for case in CASES), *((case, 4) for case in TABLE["as trees"])])
 def test_what_a_trainer_can_do_besides(ranks2, reference, case, trees):
     engine, settings = CASES[case]
     if settings.get("reference"):
@@ -70,11 +93,6 @@ def test_what_a_trainer_can_do_besides(ranks2, reference, case, trees):
     _, found = as_one_process(ranks2, {**PROMPTS, **settings}, engine, near_zero=CANCEL, trees=trees, **chunks)
     assert found >= LOGGED
     assert ("kl" in found) == ("beta" in settings)
-
-
-@pytest.mark.slow
-def test_twenty_steps(ranks2):
-    as_one_process(ranks2, {**PROMPTS, "max_steps": 20, "num_iterations": 2}, near_zero=CANCEL)
 
 
 @pytest.mark.parametrize("trees", [None, 4])
@@ -122,39 +140,24 @@ def build(cls=SPGRPO, settings=None, **kwargs):
     return cls(**{"model": make_model(), "args": args, **data, **kwargs})
 
 
-@pytest.mark.parametrize(
-    "settings, more, message",
-    [
-        ({"entropy_coef": 0.1}, {}, "entropy_coef cannot be used with GRPOTrainerMixin; use 0.0"),
-        ({}, {"trees": lambda: 0}, "trees=0 must be the number of a rank's tokens in one block"),
-        ({"use_adaptive_entropy": True}, {}, "use_adaptive_entropy=True cannot be used with GRPOTrainerMixin"),
-        ({"cast_lm_head_to_fp32": True}, {}, "cast_lm_head_to_fp32=True cannot be used with GRPOTrainerMixin"),
-        ({"use_transformers_continuous_batching": True}, {}, "it replaces the attention that is attached"),
-        (
-            {"router_aux_loss_coef": 0.1}, {"model": lambda: made_of(mixture())},
-            "router_aux_loss_coef=0.1 cannot .* GRPOTrainerMixin",
-        ),
-    ],
-)  # fmt: skip
+OF_MORE = [
+    ({}, "trees=0 must be the number of a rank's tokens in one block", {"trees": lambda: 0}),
+    ({"router_aux_loss_coef": 0.1}, "router_aux_loss_coef=0.1 cannot .* GRPOTrainerMixin",
+     {"model": lambda: made_of(mixture())}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("settings, message, more", [*((*row, {}) for row in TABLE["refused"]), *OF_MORE])
 @pytest.mark.usefixtures("here")
-def test_arguments_that_are_refused(settings, more, message):
+def test_arguments_that_are_refused(settings, message, more):
     check_refused(message, build, settings=settings, **{name: make() for name, make in more.items()})
 
 
-@pytest.mark.parametrize(
-    "asked, message",
-    [
-        ({"is_deepspeed_enabled": True}, "trees=8 with DeepSpeed cannot be used with GRPOTrainerMixin; leave"),
-        ({"is_fsdp_enabled": True}, "trees=8 with FSDP2 cannot be used with GRPOTrainerMixin; leave"),
-        ({"args": SimpleNamespace(fp16=True)}, "trees=8 with fp16 cannot be used with GRPOTrainerMixin; use bf16"),
-        ({"loss_is_scaled_for_ga": None}, "trees=8 with this TRL cannot be used .* install trl 1.16"),
-    ],
-)
+@pytest.mark.parametrize("asked, message", TABLE["trees"])
 def test_engines_that_trees_are_refused_with(asked, message):
-    plain = {"is_deepspeed_enabled": False, "is_fsdp_enabled": False, "args": SimpleNamespace(fp16=False),
-             "loss_is_scaled_for_ga": True}  # fmt: skip
-    trainer = SimpleNamespace(**{**plain, "trees": 8, "MIXIN": SPGRPO.MIXIN, **asked})
-    check_refused(message, check_trees, trainer)
+    plain = {"is_deepspeed_enabled": False, "is_fsdp_enabled": False, "loss_is_scaled_for_ga": True}
+    args = SimpleNamespace(fp16=asked.get("fp16", False))
+    check_refused(message, check_trees, SimpleNamespace(trees=8, MIXIN=SPGRPO.MIXIN, args=args, **{**plain, **asked}))
 
 
 class WithTools(SPGRPO):
@@ -163,32 +166,16 @@ class WithTools(SPGRPO):
         super()._validate_args()
 
 
-UNEVEN = [
-    (
-        {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1},
-        {},
-        r"multiple of sp=2: each rank generates",
-    ),
-    ({"num_generations": 8}, {}, r"must be a multiple of num_generations=8: the ranks that share a sample are one"),
-    ({"per_device_eval_batch_size": 3}, {"eval_dataset": True}, r"eval_batch_size=3 .* use a multiple of sp=2"),
-    (
-        {"use_vllm": True, "vllm_mode": "server"},
-        {"cls": WithTools},
-        "tools with vllm_mode=server cannot .* vllm_mode='colocate'",
-    ),
-    ({"num_generations_eval": 4}, {"eval_dataset": True}, r"multiple of the 4 generations of a prompt"),
-]
-
-
-def refuse(rank, world, settings, more, message):
+def refuse(rank, world, settings, evaluates, message):
+    data = {"eval_dataset": dataset("prompt", 2)} if evaluates else {}
+    cls = WithTools if "use_vllm" in settings else SPGRPO
     with accelerate_here("ddp"):
-        given = {name: value if value is not True else dataset("prompt", 2) for name, value in more.items()}
-        check_refused(message, build, settings=settings, sp=world, **given)
+        check_refused(message, build, settings=settings, sp=world, cls=cls, **data)
 
 
-@pytest.mark.parametrize("settings, more, message", UNEVEN)
-def test_batches_that_ranks_cannot_share(ranks2, settings, more, message):
-    ranks2(refuse, settings, more, message)
+@pytest.mark.parametrize("settings, evaluates, message", TABLE["uneven"])
+def test_batches_that_ranks_cannot_share(ranks2, settings, evaluates, message):
+    ranks2(refuse, settings, evaluates, message)
 
 
 def evaluate_unevenly(rank, world):

@@ -3,31 +3,35 @@
 from pathlib import Path
 
 import pytest
+import yaml
 from cases import check_refused, make_model
-from trainers import SETTINGS, STEPS, accelerate_here, as_one_process, check_runs, plain, run
+from trainers import SETTINGS, accelerate_here, as_one_process, check_runs, plain, run
 from transformers import AutoModelForCausalLM
 from trl import SFTConfig, SFTTrainer
 from trl_runs import dataset, mixture, tokenizer
 
 import alstlib
 
-EVALUATED = {"trainer": "SFT", "max_steps": STEPS, "evaluate": True, "eval_strategy": "steps", "eval_steps": 5}
-PACKING = {"what": "text", "packing": True, "max_length": 32, "count": 60, **EVALUATED}
-QWEN = {**PACKING, "kind": "qwen3", "lora": True}
-CASES = {
-    "text": {"what": "text", "loss_type": "nll"},
-    "padding_free": {"what": "completion", "padding_free": True, "max_length": None},
-    "chat, LoRA": {"what": "chat", "assistant_only_loss": True, "lora": True},
-    "dft": {"what": "completion", "loss_type": "dft"},
-    "images": {"what": "images", "max_length": None},
-    "a mixture of experts": {"what": "text", "kind": mixture(), "router_aux_loss_coef": 0.3},
-}
-ENGINES = {
-    "DDP, packing": ("ddp", PACKING),
-    "ZeRO-2, Qwen3, packing, LoRA": ("zero2", QWEN),
-    "ZeRO-3, Qwen3, packing, LoRA": ("zero3", QWEN),
-    "FSDP2, packing": ("fsdp2", PACKING),
-}
+TABLE = yaml.safe_load("""
+evaluated: &evaluated {trainer: SFT, max_steps: 10, evaluate: true, eval_strategy: steps, eval_steps: 5}
+packing: &packing {<<: *evaluated, what: text, packing: true, max_length: 32, count: 60}
+qwen: &qwen {<<: *packing, kind: qwen3, lora: true}
+
+cases:
+  text: {what: text, loss_type: nll}
+  padding_free: {what: completion, padding_free: true, max_length: null}
+  chat, LoRA: {what: chat, assistant_only_loss: true, lora: true}
+  dft: {what: completion, loss_type: dft}
+  images: {what: images, max_length: null}
+
+engines:
+  DDP, packing: [ddp, *packing]
+  ZeRO-2, Qwen3, packing, LoRA: [zero2, *qwen]
+  ZeRO-3, Qwen3, packing, LoRA: [zero3, *qwen]
+  FSDP2, packing: [fsdp2, *packing]
+""")
+EVALUATED, CASES, ENGINES = (TABLE[name] for name in ("evaluated", "cases", "engines"))
+CASES["a mixture of experts"] = {"what": "text", "kind": mixture(), "router_aux_loss_coef": 0.3}
 
 
 @pytest.mark.parametrize("case", CASES)

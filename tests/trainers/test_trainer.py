@@ -10,13 +10,15 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import yaml
 from async_files import async_files
-from cases import check_refused, make_model, plain_step
+from cases import check_refused, make_model, on_ranks, plain_step
 from datasets import Dataset
 from exactness.training import collate, zero
 from pictures import IMAGE, document, rows_of, small_vlm
 from torch.utils.data import IterableDataset
 from trainers import (
+    HERE,
     OPTIONS,
     SETTINGS,
     STEPS,
@@ -81,6 +83,7 @@ def with_pictures(batch):
     return {**made, "mm_token_type_ids": (made["input_ids"] == IMAGE).long()}
 
 
+ROUTED = {"kind": mixture(output_router_logits=True, router_aux_loss_coef=0.3)}
 CASES = {
     "images": {
         "kind": functools.partial(small_vlm, "qwen3_vl", torch.float64), "data": pictures(12),
@@ -99,7 +102,7 @@ CASES = {
     "a data seed": {"data_seed": 5},
     "a stream of samples": {"data": Stream()},
     "columns that the model does not take": {"collator": with_columns},
-    "a mixture of experts": {"kind": mixture(output_router_logits=True, router_aux_loss_coef=0.3), **EVALUATED},
+    "a mixture of experts": {**ROUTED, **EVALUATED},
 }  # fmt: skip
 
 
@@ -112,17 +115,16 @@ LABELLED = [s for s in samples(43) if max(s["labels"]) >= 0]
 """Samples with labels: the plain Trainer's mean over none is not a number."""
 
 
-@pytest.mark.parametrize(
-    "engine, loss, more",
-    [
-        ("ddp", "out.loss", {}),
-        ("ddp", "num_items_in_batch", {"kind": mixture(output_router_logits=True, router_aux_loss_coef=0.3)}),
-        ("ddp", "out.loss", {"options": {"tiles": {"mlp": True, "norm": True}, "chunk": 5}, "lora": True}),
-        ("ddp", "super", {"label_smoothing_factor": 0.1}),
-        ("zero3", "outputs[0]", {}),
-        ("fsdp2", "num_items_in_batch", {}),
-    ],
-)
+OWN = yaml.safe_load("""
+- [ddp, out.loss, {}]
+- [ddp, out.loss, {options: {tiles: {mlp: true, norm: true}, chunk: 5}, lora: true}]
+- [ddp, super, {label_smoothing_factor: 0.1}]
+- [zero3, 'outputs[0]', {}]
+- [fsdp2, num_items_in_batch, {}]
+""")
+
+
+@pytest.mark.parametrize("engine, loss, more", [*OWN, ("ddp", "num_items_in_batch", ROUTED)])
 def test_a_loss_of_the_users_own(ranks2, engine, loss, more):
     """A `compute_loss` that calls the model trains and evaluates as it does in the plain Trainer: samples of unequal
     lengths and numbers of labels, three micro-batches in a step."""
@@ -379,29 +381,38 @@ def taken_over(rank, world, sp, env):
         return (trainer.ctx.sp, trainer.get_sp_size(), trainer.get_total_train_batch_size(trainer.args)), said
 
 
+OF_OLD = yaml.safe_load("""
+one: &one {ACCELERATE_USE_PARALLELISM_CONFIG: 'true'}
+of two: &two {<<: *one, PARALLELISM_CONFIG_SP_SIZE: '2'}
+context: &context {<<: *one, PARALLELISM_CONFIG_CP_SIZE: '2'}
+
+# sp, the environment, and what is said
+taken:
+- [null, *two, [
+   "parallelism_config: sp_size=2 is used by alstlib, in place of DeepSpeed's sequence parallelism"]]
+- [2, *two, []]
+- [2, *one, []]
+- [null, *context, ['parallelism_config: cp_size=2 is used by alstlib, in place of context parallelism']]
+- [2, *context, []]
+refused:
+- [1, *two, 'sp_size=2: TrainerMixin supports cp_size and sp_size only, which must be sp=1']
+- [1, *context, cp_size=2 and sp_size=1]
+- [null, {<<: *one, PARALLELISM_CONFIG_TP_SIZE: '2'}, tp_size=2]
+""")
+
+
 def test_an_accelerate_file_of_old_is_taken_over(ranks2):
     """What `accelerate launch` tells processes of a configuration file that has a `parallelism_config`."""
-    one = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
-    of_two = {**one, "PARALLELISM_CONFIG_SP_SIZE": "2"}
-    said = "parallelism_config: sp_size=2 is used by alstlib, in place of DeepSpeed's sequence parallelism"
-    context = {**one, "PARALLELISM_CONFIG_CP_SIZE": "2"}
-    told = "parallelism_config: cp_size=2 is used by alstlib, in place of context parallelism"
-    for sp, env, notes in (
-        (None, of_two, [said]), (2, of_two, []), (2, one, []), (None, context, [told]), (2, context, []),
-    ):  # fmt: skip
+    for sp, env, notes in OF_OLD["taken"]:
         assert ranks2(taken_over, sp, env) == [((2, 1, 2), notes)] * 2
-    for sp, env, message in (
-        (1, of_two, "sp_size=2: TrainerMixin supports cp_size and sp_size only, which must be sp=1"),
-        (1, context, "cp_size=2 and sp_size=1"),
-        (None, {**one, "PARALLELISM_CONFIG_TP_SIZE": "2"}, "tp_size=2"),
-    ):
+    for sp, env, message in OF_OLD["refused"]:
         assert message in ranks2(taken_over, sp, env)[0]
 
 
 SWITCHES = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"offload": True}, "max_steps": 3}
 
 
-@pytest.mark.usefixtures("here")
+@HERE
 def test_switches_of_the_ecosystem(monkeypatch):
     """transformers' offload is ours, and the log has the speed of the steps without an evaluation between them."""
     assert not build().alst.offload
@@ -463,7 +474,7 @@ def test_a_resume_from_files_is_refused():
 LIGER = {"use_liger_kernel": True, "liger_kernel_config": {"fused_linear_cross_entropy": False}}
 
 
-@pytest.mark.usefixtures("here")
+@HERE
 def test_ligers_kernels_run_inside_the_tiles(monkeypatch):
     """With a stand-in for the package, which replaces the forwards of a model's modules as Liger does; its kernels
     themselves are in tests/cuda/test_liger.py."""
@@ -492,85 +503,80 @@ def test_ligers_kernels_run_inside_the_tiles(monkeypatch):
 
 
 @pytest.mark.parametrize("config", [None, {"rope": True}, {"fused_linear_cross_entropy": True}])
-@pytest.mark.usefixtures("here")
+@HERE
 def test_ligers_fused_loss_is_refused(config):
     settings = {"use_liger_kernel": True, "liger_kernel_config": config}
     says = "replaces the model's forward with Liger's fused loss: write .*'fused_linear_cross_entropy': False"
     check_refused(says, build, settings=settings)
 
 
-@pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.usefixtures("here")
-def test_the_log_has_an_mfu_where_the_gpu_is_known(monkeypatch, lora):
-    """The FLOPs of each sample's own tokens and pairs, without padding; on a CPU there is none."""
-    clock, data = itertools.count(1000.0, 2.0), samples(4)
-    monkeypatch.setattr(trainer_module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    model = adapted(make_model(), ()) if lora else make_model()
-    trainer = build(settings={"max_steps": 1, "per_device_train_batch_size": 2}, model=model, train_dataset=data)
-    each = flop_dimensions(without_adapters(model))
-    assert (each["frozen"] > 0) == lora
-    trainer.train()
-    wanted = sum(flos(n, n, **each)["model"] for n in (len(sample["labels"]) for sample in data))
-    assert trainer.flops == pytest.approx(wanted)
-    assert "mfu" not in trainer.state.log_history[0]
+def share_of_flops(rank, world, lora):
+    """This rank's FLOPs by the log of two seconds, as a share of those of each sample's own tokens and pairs."""
+    data, clock = samples(4), itertools.count(1000.0, 2.0)
     gpu = SimpleNamespace(get_device_name=lambda device: "NVIDIA H100 80GB HBM3")
-    monkeypatch.setattr(models, "accelerator", lambda device: gpu)
-    trainer.train()
-    assert trainer.state.log_history[0]["mfu"] == pytest.approx(wanted / 2 / 989e12)
-
-
-def test_the_mfu_of_ranks_that_share_a_sample(ranks2):
-    """Each has its part of the group's FLOPs."""
-    dimensions = flop_dimensions(make_model())
-    wanted = sum(flos(n, n, **dimensions)["model"] for n in (len(sample["labels"]) for sample in samples(4)))
-    assert ranks2(shares) == [pytest.approx(wanted / 2)] * 2
-
-
-def shares(rank, world):
-    """FLOPs a second that become a share of a peak, times the seconds."""
-    clock, found = itertools.count(1000.0, 1.0), []
     with accelerate_here("ddp"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer_module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-        patch.setattr(trainer_module, "mfu", lambda flops, device: found.append(flops))
-        build(settings={"max_steps": 1, "gradient_accumulation_steps": 4}, sp=2, train_dataset=samples(4)).train()
-    return found[0]
+        settings = {"max_steps": 1, "per_device_train_batch_size": 2}
+        model = adapted(make_model(), ()) if lora else make_model()
+        trainer = build(settings=settings, model=model, train_dataset=data, sp=world)
+        each = flop_dimensions(without_adapters(model))
+        assert (each["frozen"] > 0) == lora
+        trainer.train()
+        assert "mfu" not in trainer.state.log_history[0]  # on a CPU
+        patch.setattr(models, "accelerator", lambda device: gpu)
+        trainer.train()
+        wanted = sum(flos(n, n, **each)["model"] for n in (len(sample["labels"]) for sample in data))
+        return trainer.state.log_history[0]["mfu"] * 2 * 989e12 / wanted
 
 
-ROPE = {"rope_type": "default", "rope_theta": 5e5}
-YARN = "{'rope_type': 'yarn', 'rope_theta': 500000.0, 'factor': 2.0, 'original_max_position_embeddings': 32}"
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_log_has_an_mfu_where_the_gpu_is_known(pools, world, lora):
+    """Without padding; of ranks that share samples each has its part of the FLOPs."""
+    assert on_ranks(pools, world, share_of_flops, lora) == [pytest.approx(1 / world)] * world
 
 
-@pytest.mark.parametrize(
-    "rope, batch, message",
-    [
-        (ROPE, {"input_ids": torch.zeros(1, 32)}, ""),
-        (ROPE, {"input_ids": torch.zeros(1, 33)}, f"trained on 32 at most .* config.rope_parameters = {YARN}"),
-        (ROPE, {"input_ids": torch.zeros(1, 64), "position_ids": torch.arange(64)[None] % 32}, ""),
-        ({**ROPE, "rope_type": "yarn"}, {"input_ids": torch.zeros(1, 33)}, ""),
-        ({}, {"input_ids": torch.zeros(1, 33)}, ""),  # learned positions, which end by themselves
-        (ROPE, {"input_ids": torch.zeros(2, 8), "attention_mask": torch.arange(16).view(2, 8) < 12}, ""),
-        (ROPE, {"input_ids": torch.zeros(2, 8), "attention_mask": torch.arange(16).view(2, 8) < 11}, "31% of a batch"),
-    ],
-)
-def test_what_would_go_wrong_silently_is_said(rope, batch, message):
+SAID = yaml.safe_load("""
+rope: &rope {rope_type: default, rope_theta: 5.0e+5}
+batches:
+- [*rope, [1, 32], {}, '']
+- [*rope, [1, 33], {}, "trained on 32 at most .* config.rope_parameters = {'rope_type': 'yarn', 'rope_theta': 500000.0,
+   'factor': 2.0, 'original_max_position_embeddings': 32}"]
+- [*rope, [1, 64], {position_ids: 32}, '']
+- [{<<: *rope, rope_type: yarn}, [1, 33], {}, '']
+- [{}, [1, 33], {}, '']  # learned positions, which end by themselves
+- [*rope, [2, 8], {attention_mask: 12}, '']
+- [*rope, [2, 8], {attention_mask: 11}, 31% of a batch]
+""")["batches"]
+"""The parameters of RoPE, the tokens of a batch, the positions of a document or the tokens that are no padding, and
+what is said."""
+
+
+@pytest.mark.parametrize("rope, shape, given, message", SAID, ids=str)
+def test_what_would_go_wrong_silently_is_said(rope, shape, given, message):
     config = SimpleNamespace(max_position_embeddings=32, rope_parameters=rope)
-    said = trainer_checks.advice(config, batch)
+    place = torch.arange(shape[0] * shape[1]).view(shape)
+    made = {n: place % at if n == "position_ids" else place < at for n, at in given.items()}
+    said = trainer_checks.advice(config, {"input_ids": torch.zeros(shape), **made})
     assert bool(said) == bool(message)
     assert re.search(message.replace("{", r"\{"), "".join(said))
 
 
+WRONG = yaml.safe_load("""
+- [{sp: 2}, 'sp=2 does not divide the world size 1: .* start the script with torchrun --nproc-per-node 2']
+- [{sp: 0}, sp=0 must be a whole number of at least 1]
+- [{alst: {offload: true}}, must be an alstlib.Options]
+- [{compute_loss_func: a function},
+  'use label_smoothing_factor, or override compute_loss .* alstlib.token_logps']
+- [{settings: {accelerator_config: {dispatch_batches: true}}}, dispatch_batches=True cannot be used]
+""")
+
+
 @pytest.mark.parametrize(
     "wrong, message",
-    [
-        ({"sp": 2}, r"sp=2 does not divide the world size 1: .* start the script with torchrun --nproc-per-node 2"),
-        ({"sp": 0}, "sp=0 must be a whole number of at least 1"),
-        ({"alst": {"offload": True}}, "must be an alstlib.Options"),
-        ({"compute_loss_func": print}, "use label_smoothing_factor, or override compute_loss .* alstlib.token_logps"),
-        ({"settings": {"accelerator_config": {"dispatch_batches": True}}}, "dispatch_batches=True cannot be used"),
-        ({"cls": type("Mine", (alstlib.TrainerMixin, OwnLoss), {})}, "OwnLoss has its own compute_loss"),
-    ],
+    [*WRONG, ({"cls": type("Mine", (alstlib.TrainerMixin, OwnLoss), {})}, "OwnLoss has its own compute_loss")],
 )
-@pytest.mark.usefixtures("here")
+@HERE
 def test_wrong_use_is_refused_before_training(wrong, message):
     check_refused(message, build, **wrong)
 
@@ -588,12 +594,12 @@ def _reads(trainer, model, inputs, return_outputs=False, num_items_in_batch=None
     "loss, message",
     [(_pops, "have no labels, only .*token_logps"), (_reads, "keeps none. Use out.loss, .*token_logps")],
 )
-@pytest.mark.usefixtures("here")
+@HERE
 def test_a_loss_that_reads_logits_is_told_what_to_write(loss, message):
     check_refused(message, build(type("Mine", (SPTrainer,), {"compute_loss": loss})).train)
 
 
-@pytest.mark.usefixtures("here")
+@HERE
 def test_columns_that_are_not_exact_are_refused():
     def shifted_too(batch):
         return {**collate(batch), "shift_labels": collate(batch)["labels"].roll(-1)}
@@ -603,13 +609,13 @@ def test_columns_that_are_not_exact_are_refused():
         check_refused(rf"would read {name} of the batch, .* drop them in the collate_fn", trainer.train)
 
 
-@pytest.mark.usefixtures("here")
+@HERE
 def test_ranks_on_a_machine_without_a_gpu_need_use_cpu(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     check_refused("use_cpu=True", build, settings={"use_cpu": False})
 
 
-@pytest.mark.usefixtures("here")
+@HERE
 def test_columns_of_documents_reach_the_loss():
     """Packed samples by `document_lengths`, which no model's forward takes: a column that the Trainer keeps."""
     row = {"input_ids": [*range(1, 13)], "labels": [*range(1, 13)], "document_lengths": [5, 7]}
@@ -625,7 +631,7 @@ def test_columns_of_documents_reach_the_loss():
     assert trainer.state.log_history[0]["loss"] == pytest.approx(want, rel=1e-4)
 
 
-@pytest.mark.usefixtures("here")
+@HERE
 def test_a_model_without_a_head_is_refused_with_the_reason():
     trainer = build(model=LlamaForSequenceClassification(make_model().config))
     check_refused("is not a decoder-only causal language model", trainer.train)

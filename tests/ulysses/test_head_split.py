@@ -20,18 +20,20 @@ DOCUMENTS = {
     "short": [*range(0, 4096, 31), 4096],
     "one long": [0, *range(3000, 4096, 16), 4096],
 }
+EVERY_SAMPLE = pytest.mark.parametrize("documents", DOCUMENTS.values(), ids=DOCUMENTS)
+EVERY_LAYOUT = pytest.mark.parametrize("heads, kv, ranks", LAYOUTS)
 
 
-@pytest.mark.parametrize("documents", DOCUMENTS.values(), ids=DOCUMENTS)
-@pytest.mark.parametrize("heads, kv, ranks", LAYOUTS)
+@EVERY_SAMPLE
+@EVERY_LAYOUT
 def test_every_rank_has_the_same_work(heads, kv, ranks, documents):
     rows, areas = balance(heads, kv, ranks, 4096, documents)
     assert rows <= 1.01
     assert areas <= (1.01 if documents is None or len(documents) < 100 else 1.02)
 
 
-@pytest.mark.parametrize("documents", DOCUMENTS.values(), ids=DOCUMENTS)
-@pytest.mark.parametrize("heads, kv, ranks", LAYOUTS)
+@EVERY_SAMPLE
+@EVERY_LAYOUT
 def test_every_row_of_every_head_is_somewhere_once(heads, kv, ranks, documents):
     length = 4096 if ranks != 5 else 4095
     documents = documents and [min(d, length) for d in documents]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from operators import EXACT, counted, error_of, gradients, leaf, nan_memory, randn, strided, worst
 
 from alstlib import SPContext
@@ -69,8 +70,10 @@ def one_call(rank, world, case):
     assert error < {torch.bfloat16: 0.02, **EXACT}[dtype]
 
 
-HEADS = [*((world, *heads) for world in (2, 4) for heads in ((4, 4), (4, 2), (4, 1), (8, 2))), (4, 3, 1),
-         (2, 3, 3), (2, 6, 3), (2, 5, 1), (3, 4, 2), (3, 7, 1), (3, 8, 8), (4, 9, 3), (4, 7, 7)]  # fmt: skip
+HEADS = yaml.safe_load("""
+[[2, 4, 4], [2, 4, 2], [2, 4, 1], [2, 8, 2], [4, 4, 4], [4, 4, 2], [4, 4, 1], [4, 8, 2], [4, 3, 1], [2, 3, 3],
+ [2, 6, 3], [2, 5, 1], [3, 4, 2], [3, 7, 1], [3, 8, 8], [4, 9, 3], [4, 7, 7]]
+""")
 """Ranks, query heads, key/value heads: a whole number of heads for each rank, and none."""
 
 
@@ -97,22 +100,25 @@ def test_documents_that_span_ranks(ranks4, batch, documents, attention, replay):
     ranks4(one_call, Call(batch=batch, documents=documents, attention=attention, replay=replay))
 
 
-LONG = [0, 200, 203, 210, 211, 400, 450, 600]
-"""Documents long enough to be shared by the ranks, and short ones that are dealt out."""
-FEW = {
-    # in the stand-in output, 0 / 0
-    **{f"{n} without gradient on {p}": (p, {"rows": 4, "scale": 0.7, "zero_rows": rows})
-       for p in (2, 4) for n, rows in (("rows", [0, 3, 7]), ("a rank", [0, 1, 2, 3, 7]))},
-    **{f"{n} alone needs a gradient": (2, {"needs": [n == m for m in "qkv"]}) for n in "qkv"},
-    "one row a rank": (4, {"kv": 1, "rows": 1}),
-    "bf16": (2, {"rows": 16, "dtype": torch.bfloat16}),
-    # one rank has a whole batch row of a head, and the keys of both rows
-    **{f"short rows, {n}": (2, {"h": 3, "kv": 1, "rows": 6, "batch": 2, "attention": n})
-       for n in ("eager", "blockwise")},
-    "documents, uneven heads": (3, {"h": 7, "kv": 1, "rows": 200, "documents": LONG}),
-    "documents, uneven heads, batch": (3, {
-        "h": 7, "kv": 1, "rows": 200, "batch": 2, "documents": [*LONG[:-1], 600, 1190, 1200], "window": 50}),
-}  # fmt: skip
+FEW = yaml.safe_load("""
+# in the stand-in output, 0 / 0
+rows without gradient on 2: [2, {rows: 4, scale: 0.7, zero_rows: [0, 3, 7]}]
+a rank without gradient on 2: [2, {rows: 4, scale: 0.7, zero_rows: [0, 1, 2, 3, 7]}]
+rows without gradient on 4: [4, {rows: 4, scale: 0.7, zero_rows: [0, 3, 7]}]
+a rank without gradient on 4: [4, {rows: 4, scale: 0.7, zero_rows: [0, 1, 2, 3, 7]}]
+q alone needs a gradient: [2, {needs: [true, false, false]}]
+k alone needs a gradient: [2, {needs: [false, true, false]}]
+v alone needs a gradient: [2, {needs: [false, false, true]}]
+one row a rank: [4, {kv: 1, rows: 1}]
+# one rank has a whole batch row of a head, and the keys of both rows
+short rows, eager: [2, {h: 3, kv: 1, rows: 6, batch: 2, attention: eager}]
+short rows, blockwise: [2, {h: 3, kv: 1, rows: 6, batch: 2, attention: blockwise}]
+# documents long enough to be shared by the ranks, and short ones that are dealt out
+documents, uneven heads: [3, {h: 7, kv: 1, rows: 200, documents: [0, 200, 203, 210, 211, 400, 450, 600]}]
+documents, uneven heads, batch: [3, {h: 7, kv: 1, rows: 200, batch: 2, window: 50,
+  documents: [0, 200, 203, 210, 211, 400, 450, 600, 1190, 1200]}]
+""")
+FEW["bf16"] = (2, {"rows": 16, "dtype": torch.bfloat16})
 
 
 @REPLAY
