@@ -15,7 +15,7 @@ import psutil
 import pytest
 import yaml
 from cases import ROOT, check_refused, lines_of, listening, living, make_file, reads_proc, values_of, wait_for
-from test_ablation import trained
+from runs_on_ranks import trained
 from test_launch import PATHS, hanging, in_thread, later, processes_of, result_of, start, with_gpus
 from test_repository import program, run
 

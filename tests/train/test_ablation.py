@@ -1,12 +1,10 @@
 """The worker, as the launcher starts it: what a run writes, and how each kind of failure ends."""
 
-import contextlib
 import json
 import math
 import os
 import re
 import shutil
-import time
 from pathlib import Path
 from unittest import mock
 
@@ -14,6 +12,7 @@ import pytest
 import torch
 import yaml
 from cases import READS_PROC, lines_of, listening, reads_proc, run_with
+from runs_on_ranks import trained
 from safetensors.torch import load_file, save_file
 from test_state import steps_in
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -28,10 +27,9 @@ from alstlib.planner.question import Question
 from alstlib.planner.search import Trials
 from alstlib.runs import results
 from alstlib.runs.launch import launch
-from alstlib.runs.processes import DEADLINE_VARIABLE, WARNED
+from alstlib.runs.processes import WARNED
 from alstlib.runs.progress import Progress, ProgressReader
 from alstlib.runs.train.ablation import AblationRun
-from alstlib.runs.train.state import RunStates
 from alstlib.runs.train.worker import work
 
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
@@ -266,31 +264,6 @@ def test_any_rank_notes_the_length_of_a_search_at_which_memory_ran_out(tmp_path,
 
 
 # What a run continues from, in the tests' own pool
-
-
-def trained(rank, world, out, run, dies_after=0, seconds=0, kind=AblationRun):
-    """A run, ended after some step without a result, or with so many seconds left after its first; what it left."""
-    place, original = Path(out), RunStates.after_step
-
-    def after_step(self, loader, step, took, history):
-        if seconds:
-            os.environ[DEADLINE_VARIABLE] = str(time.time() + seconds)
-        original(self, loader, step, took, history)
-        if step == dies_after:
-            self.wait()  # as the interpreter does at its end
-            raise KeyboardInterrupt
-
-    place.mkdir(exist_ok=True)
-    with (
-        mock.patch.object(RunStates, "after_step", after_step), mock.patch.dict(os.environ),
-        contextlib.suppress(BaseException),
-    ):  # fmt: skip
-        os.environ["TORCHELASTIC_RUN_ID"] = f"{place.name}-{time.monotonic()}"
-        work(run, place, kind)
-    torch.distributed.barrier()
-    result = results.read_result(place / "result.json")
-    torch.distributed.barrier()
-    return result
 
 
 def resumable(**changes):
