@@ -11,10 +11,10 @@ from .hf.block_step import block_step as block_step
 from .hf.causal_lm_loss import Loss as Loss
 from .hf.causal_lm_loss import causal_lm_loss as causal_lm_loss
 from .hf.handle import Handle as Handle
+from .hf.loading.zero_config import zero_config as zero_config
 from .hf.saving import save_model as save_model
 from .hf.token_logps import sequence_logps as sequence_logps
 from .hf.token_logps import token_logps as token_logps
-from .loading.zero_config import zero_config as zero_config
 from .offload.host_store import HostOutOfMemory as HostOutOfMemory
 from .planner.measure.ledger import DeviceOutOfMemory as DeviceOutOfMemory
 from .runs.launch import RunFailed as RunFailed

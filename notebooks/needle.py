@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 import alstlib
 from alstlib.base.mesh import from_all
 from alstlib.base.units import IGNORE
-from alstlib.corpus.reading import EOS
+from alstlib.runs.corpus.reading import EOS
 from alstlib.runs.train.ablation import AblationRun
 from alstlib.runs.train.worker import run_worker
 

@@ -25,7 +25,7 @@ from transformers import AutoConfig
 
 import alstlib
 from alstlib.base.config import RunConfig
-from alstlib.loading.public_models import PUBLIC
+from alstlib.hf.loading.public_models import PUBLIC
 from alstlib.planner.command import add_arguments, read
 from alstlib.planner.machine import machine_of
 from alstlib.planner.measure.ledger import Ledger

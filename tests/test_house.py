@@ -22,7 +22,7 @@ LAYERS = (
     ("runs",),  # programs, and the workers that they start
     ("planner",),  # on paper: what is simulated, measured and predicted
     ("trainers", "trees", "contrib"),
-    ("figures", "corpus", "loading"),  # a user's files and models, for the programs
+    ("figures",),
     ("hf",),  # the core
     ("streaming", "linear"),
     ("ulysses", "data", "tiled", "offload", "kernels"),
@@ -31,8 +31,11 @@ LAYERS = (
 """The layers of the package, from the top down, and their rooms. A room imports from its own layer (in the order of the
 README) and from those below."""
 
-ABOVE = {"runs": "alstlib.runs.train", "planner": "alstlib.planner.measure"}
-"""Folders in a room that import from the rest of it; the rest imports nothing of them, and no torch."""
+ABOVE = {
+    "runs": ("alstlib.runs.train", "alstlib.runs.corpus"), "planner": ("alstlib.planner.measure",),
+    "hf": ("alstlib.hf.loading",),
+}  # fmt: skip
+"""Folders in a room of which the rest of it imports nothing. In runs and planner the rest imports no torch."""
 
 
 def modules():

@@ -119,7 +119,7 @@ def test_each_block_is_run_or_says_why_not():
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
     """A copy of the checkout with this environment, a model with its tokenizer, and texts."""
-    from alstlib.corpus.reading import get_tokenizer
+    from alstlib.runs.corpus.reading import get_tokenizer
 
     folder = tmp_path_factory.mktemp("pages") / "alst"
     checkout(folder)

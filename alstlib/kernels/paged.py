@@ -17,7 +17,7 @@ from torch import Tensor
 
 from alstlib.base.recompute import sum_dtype
 from alstlib.base.types import OutputAndLse
-from alstlib.kernels.attention import add_gradients, add_pieces, merge
+from alstlib.kernels.attention import add_gradients, add_pieces
 from alstlib.kernels.backends import Backend
 from alstlib.kernels.rule import Attended, Rule
 from alstlib.kernels.spans import Piece, Span, pieces_of_pages
@@ -119,7 +119,9 @@ def add_sinks(parts: Sequence[HeadPart], out: Tensor, lse: Tensor, sinks: Tensor
         return
     for part in parts:
         mine, total, score = part.queries_of(out), part.queries_of(lse), sinks[part.heads].to(lse.dtype)
-        total.copy_(merge(mine, total, lse.new_zeros(()).expand_as(mine), score[None, :, None])[1])
+        score = score[None, :, None]
+        mine.mul_(torch.sigmoid(total - score)[..., None])
+        total.copy_(torch.logaddexp(total, score))
 
 
 def sinks_backward(parts: Sequence[HeadPart], delta: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

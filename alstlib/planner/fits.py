@@ -30,7 +30,7 @@ from typing import Any
 
 from alstlib.base.config import RunConfig, not_default
 from alstlib.base.options import Options
-from alstlib.loading.configs import find_config, overridden
+from alstlib.hf.loading.configs import find_config, overridden
 from alstlib.planner.progress import watched
 
 SIMULATOR = "alstlib.planner.measure.answers"
@@ -287,7 +287,7 @@ def _folder() -> Path:
 def sources() -> str:
     """What a simulation runs: the package's own code, and the versions of what it stands on."""
     own = sorted(Path(__file__).resolve().parents[1].rglob("*.py"))
-    code = hashlib.sha256(b"".join(path.read_bytes() for path in own if path.parent.name not in ("runs", "train")))
+    code = hashlib.sha256(b"".join(path.read_bytes() for path in own if "runs" not in path.parts[-3:]))
     if REFERENCE.is_file():
         code.update(REFERENCE.read_bytes())
     return json.dumps([code.hexdigest(), versions()])

@@ -12,7 +12,7 @@ from typing import Any
 
 from alstlib.base.config import RunConfig
 from alstlib.base.units import format_bytes, format_seconds
-from alstlib.loading.configs import find_config, overridden
+from alstlib.hf.loading.configs import find_config, overridden
 from alstlib.planner.fits import known_only
 from alstlib.planner.machine import Machine, machine_of, rates_known
 from alstlib.planner.model_shapes import Shape, read_shape

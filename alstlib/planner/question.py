@@ -10,8 +10,8 @@ from typing import Any
 
 from alstlib.base.config import RunConfig, value_of
 from alstlib.base.units import GIB
-from alstlib.loading.configs import find_config, overridden
-from alstlib.loading.public_models import PUBLIC, TRAINED
+from alstlib.hf.loading.configs import find_config, overridden
+from alstlib.hf.loading.public_models import PUBLIC, TRAINED
 from alstlib.planner.fits import NotSimulated, other_versions
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import Shape

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from alstlib.base.config import RunConfig, check_path, merged
-from alstlib.loading.configs import check_model
+from alstlib.hf.loading.configs import check_model
 from alstlib.planner import devices
 from alstlib.planner.command import fields_of
 from alstlib.planner.question import trained_length

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from alstlib.base.units import parse_quantity
-from alstlib.loading.configs import check_model
+from alstlib.hf.loading.configs import check_model
 from alstlib.planner.command import fields_of
 from alstlib.planner.tables import console, listed
 from alstlib.runs.results import Json

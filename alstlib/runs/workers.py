@@ -10,8 +10,8 @@ from typing import Any
 
 from alstlib.base.config import RunConfig, value_of
 from alstlib.base.sizing import cores
-from alstlib.loading.configs import check_model
-from alstlib.loading.public_models import SHAPES
+from alstlib.hf.loading.configs import check_model
+from alstlib.hf.loading.public_models import SHAPES
 from alstlib.planner import preflight
 
 ABLATION, FINETUNE = "alstlib.runs.train.ablation", "alstlib.runs.train.finetune"

@@ -50,6 +50,7 @@ class _LossOrLogps(torch.autograd.Function):
             else:
                 made -= one.logps().sum()
             del one
+        ctx.by_token = by_token
         if by_token:
             ctx.call = replace(call, statistics=None)
             ctx.save_for_backward(hidden, weight, bias)
@@ -60,8 +61,8 @@ class _LossOrLogps(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
-        if ctx.saved_tensors:
-            hidden, weight, bias = ctx.saved_tensors
+        if ctx.by_token:
+            hidden, weight, bias = ctx.saved_tensors  # each read unpacks them anew, where hooks pack them
             found = HeadPass(ctx.call, hidden, weight, bias, ctx.needs_input_grad[3:])
             for _, one in found.tiles(hidden, weight, bias, upstream.reshape(-1)):
                 del one

@@ -45,9 +45,9 @@ from alstlib.hf.attach import apply
 from alstlib.hf.causal_lm_loss import causal_lm_loss
 from alstlib.hf.handle import Handle
 from alstlib.hf.inputs import PACKED
+from alstlib.hf.loading.models import flop_dimensions, flos, mfu
 from alstlib.hf.token_logps import OverRanks
 from alstlib.hf.vision import features_made
-from alstlib.loading.models import flop_dimensions, flos, mfu
 from alstlib.tiled.loss import Look
 from alstlib.trainers.predictions import Shown
 from alstlib.trainers.sampling import SharedOrder, spread_neftune

@@ -9,8 +9,8 @@ import torch
 from alstlib.base.options import Record
 from alstlib.data.agreement import check_same
 from alstlib.hf.inputs import check_number
-from alstlib.loading.models import beyond_training
-from alstlib.loading.zero_config import check_files, on_nvme
+from alstlib.hf.loading.models import beyond_training
+from alstlib.hf.loading.zero_config import check_files, on_nvme
 
 REPLACED = ("compute_loss", "prediction_step", "get_batch_samples", "_prepare_inputs")
 """Methods of a Trainer that are the mixin's altogether: what a class behind it does there would be lost."""

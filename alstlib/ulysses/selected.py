@@ -14,7 +14,7 @@ products, takes the time. A GPU needs a kernel that fetches selected keys inside
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -78,24 +78,28 @@ def _scores(q: Tensor, k: Tensor, indices: Tensor, scale: float) -> Tensor:
     return (made.to(sum_dtype(q)) * scale).masked_fill(indices[:, None, None] < 0, float("-inf"))
 
 
-class _Selected(NamedTuple):
+@dataclass
+class _Selected:
     """What attends (`CoreAttention`)."""
 
-    indices: Tensor
+    indices: Tensor | None
+    """Until they are kept with the keys, and freed with these."""
     exchange: Exchange
     scale: float
     dtype: torch.dtype
     """Precision of the output."""
 
     def keys(self, k: Tensor, v: Tensor) -> list[Tensor]:
-        return [k, v]
+        indices, self.indices = self.indices, None
+        assert indices is not None
+        return [k, v, indices]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> OutputAndLse:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> OutputAndLse:
         out = q.new_empty(*q.shape[:3], v.shape[3], dtype=self.dtype)
         lse = q.new_empty(q.shape[:3], dtype=sum_dtype(q))
         for heads, _, keys, values in _groups(self.exchange, q, k, v):
             n = keys.shape[1]
-            for rows, chosen, at in _tiles(self.indices, keys, values):
+            for rows, chosen, at in _tiles(indices, keys, values):
                 scores = _scores(q[:, heads, rows].unflatten(1, (n, -1)), _fetched(keys, at), chosen, self.scale)
                 total = scores.logsumexp(-1)
                 weights = (scores - total[..., None]).exp().to(v.dtype)
@@ -104,14 +108,14 @@ class _Selected(NamedTuple):
         return out, lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, out: Tensor, lse: Tensor
     ) -> Sequence[Tensor]:  # fmt: skip
         delta, dq = delta_of(dout, out)[..., 0], torch.empty_like(q)
         dk, dv = torch.empty_like(k), torch.empty_like(v)
         for heads, kv, keys, values in _groups(self.exchange, q, k, v):
             sums = [torch.zeros_like(t, dtype=lse.dtype) for t in (keys, values)]
             n = keys.shape[1]
-            for rows, chosen, at in _tiles(self.indices, keys, values):
+            for rows, chosen, at in _tiles(indices, keys, values):
                 ours, above, total, row = (t[:, heads, rows].unflatten(1, (n, -1)) for t in (q, dout, lse, delta))
                 fetched = _fetched(keys, at)
                 weights = (_scores(ours, fetched, chosen, self.scale) - total[..., None]).exp()

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from alstlib.base.reference import causal_mask
-from alstlib.loading.models import flos
+from alstlib.hf.loading.models import flos
 from alstlib.planner.model_shapes import read_shape
 from checks import Exercise
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from alstlib.base.config import Data, Model, RunConfig, not_default
 from alstlib.base.options import Options
-from alstlib.loading.configs import find_config
-from alstlib.loading.public_models import PUBLIC
+from alstlib.hf.loading.configs import find_config
+from alstlib.hf.loading.public_models import PUBLIC
 from alstlib.planner.activations import activations
 from alstlib.planner.measure import small
 from alstlib.planner.measure.simulate import simulate

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from alstlib.loading.public_models import PUBLIC, SHAPES
+from alstlib.hf.loading.public_models import PUBLIC, SHAPES
 from alstlib.planner import fits
 
 PROGRESS = Path("papermill_runs/out/public_fits.json")

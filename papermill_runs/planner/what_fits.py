@@ -21,7 +21,7 @@ from public_fits import write
 import alstlib
 from alstlib.base.config import Model, RunConfig
 from alstlib.base.units import GIB, format_seconds
-from alstlib.loading.public_models import PUBLIC
+from alstlib.hf.loading.public_models import PUBLIC
 from alstlib.planner import fits
 from alstlib.planner.command import add_arguments, read
 from alstlib.planner.gpus import GPUS, Rates

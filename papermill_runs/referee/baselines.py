@@ -25,7 +25,7 @@ import alstlib
 from alstlib.base.config import RunConfig
 from alstlib.base.options import check_names
 from alstlib.data.shard import WHOLE, shard_batch
-from alstlib.loading.ranks import UnplacedModel, load_on_first, place
+from alstlib.hf.loading.ranks import UnplacedModel, load_on_first, place
 from alstlib.offload.host_store import HostStore
 from alstlib.runs.train import operators
 from alstlib.runs.train.engine import initialize

@@ -22,8 +22,8 @@ import alstlib
 from alstlib.base.config import RunConfig
 from alstlib.base.mesh import accelerator
 from alstlib.data.shard import WHOLE, shard_batch
-from alstlib.loading import models
-from alstlib.loading.models import flop_dimensions, load_model, model_config, put_liger
+from alstlib.hf.loading import models
+from alstlib.hf.loading.models import flop_dimensions, load_model, model_config, put_liger
 from alstlib.planner.measure.ledger import Ledger
 from alstlib.planner.measure.simulate import decoder_layers
 from alstlib.planner.model_states import GATHERED, Sizes, model_states

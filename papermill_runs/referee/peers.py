@@ -32,11 +32,11 @@ from alstlib.base.mesh import from_all
 from alstlib.base.reference import relative_error
 from alstlib.base.sizing import heads_of
 from alstlib.base.units import format_bytes
+from alstlib.hf.loading import models
+from alstlib.hf.loading.models import flop_dimensions, load_model, model_config
 from alstlib.kernels.attention import attention_backward, attention_forward
 from alstlib.kernels.backends import choose_backend
 from alstlib.kernels.rule import Attended, Rule
-from alstlib.loading import models
-from alstlib.loading.models import flop_dimensions, load_model, model_config
 from alstlib.offload.host_store import HostStore
 from alstlib.planner.measure.ledger import Ledger
 from alstlib.planner.search import longest_that_fits

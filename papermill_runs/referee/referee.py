@@ -149,7 +149,7 @@ OF_A_MODEL = ("even", "prompts", "accumulation", "packed")
 
 def model_cases(name: str) -> list[Case]:
     """Cases with a small copy of a model, whose kinds of layers are all there."""
-    from alstlib.loading.models import model_config
+    from alstlib.hf.loading.models import model_config
     from alstlib.planner.measure.small import first_of_each, kinds_in_lists, shrunk
 
     config = model_config(name, {}, False)

@@ -32,7 +32,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 
 from alstlib.base.config import RunConfig
 from alstlib.base.sizing import TileRule
-from alstlib.loading.models import model_config
+from alstlib.hf.loading.models import model_config
 from alstlib.planner.measure.deep import Deep
 from alstlib.planner.measure.scope import CHECKPOINTS, EXCHANGE, Places
 from alstlib.planner.measure.simulate import Recording, Simulated, fake_ranks, moments_of, shard_of

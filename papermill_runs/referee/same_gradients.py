@@ -17,7 +17,7 @@ import torch
 
 import alstlib
 from alstlib.base import sizing
-from alstlib.loading.models import model_config
+from alstlib.hf.loading.models import model_config
 from alstlib.planner.measure.small import build
 from alstlib.planner.measure.verify import compare, errors_of, plain, sample
 from alstlib.runs.train.worker import Job, run_worker

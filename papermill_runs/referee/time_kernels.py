@@ -23,10 +23,10 @@ import torch
 
 from alstlib.base.config import RunConfig
 from alstlib.base.sizing import heads_of
+from alstlib.hf.loading.models import model_config
 from alstlib.kernels.attention import attention_backward, attention_forward
 from alstlib.kernels.backends import BACKENDS, choose_backend
 from alstlib.kernels.rule import Attended, Rule
-from alstlib.loading.models import model_config
 from alstlib.runs.processes import die_with_parent, seconds_left
 from alstlib.runs.train.worker import Job, run_worker, wait_for
 

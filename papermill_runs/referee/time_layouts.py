@@ -17,8 +17,8 @@ import torch.distributed as dist
 from alstlib import SPContext
 from alstlib.base.config import RunConfig
 from alstlib.base.sizing import heads_of
+from alstlib.hf.loading.models import model_config
 from alstlib.kernels.spans import Offsets, document_spans
-from alstlib.loading.models import model_config
 from alstlib.runs.progress import Pace
 from alstlib.runs.train.worker import Job, run_worker, timed
 from alstlib.ulysses.alltoall import whole_heads

@@ -24,7 +24,7 @@ from transformers import AttentionInterface
 
 import alstlib
 from alstlib.base.sizing import heads_of
-from alstlib.loading.models import load_model
+from alstlib.hf.loading.models import load_model
 from alstlib.planner.measure.ledger import Ledger
 from alstlib.runs.progress import Pace
 from alstlib.runs.train.worker import Job, run_worker, timed

@@ -11,10 +11,10 @@ import yaml
 from cases import check_refused
 from datasets import Dataset
 
-from alstlib.corpus.formats import canonical_columns
-from alstlib.corpus.reading import EOS, _library_files, get_tokenizer, load_corpus
-from alstlib.corpus.samples import collate, make_samples, tokenize_row
 from alstlib.data.shard import shard_batch
+from alstlib.runs.corpus.formats import canonical_columns
+from alstlib.runs.corpus.reading import EOS, _library_files, get_tokenizer, load_corpus
+from alstlib.runs.corpus.samples import collate, make_samples, tokenize_row
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"

@@ -5,9 +5,9 @@ import torch
 from cases import check_refused
 from pictures import IMAGE, WORDS, as_files, conversations, processor, square_processor
 
-from alstlib.corpus.image_rows import ImageRows, get_processor, have_images, open_images
-from alstlib.corpus.reading import load_corpus
-from alstlib.corpus.samples import Account
+from alstlib.runs.corpus.image_rows import ImageRows, get_processor, have_images, open_images
+from alstlib.runs.corpus.reading import load_corpus
+from alstlib.runs.corpus.samples import Account
 
 PROCESSORS = {"qwen2_vl": processor, "llava": square_processor}
 

@@ -13,7 +13,7 @@ from cases import attach, check_step, plain_step, sample_of, step
 from exactness.stacks.liger import complete_the_interpreter
 
 from alstlib.base.config import RunConfig
-from alstlib.loading import models
+from alstlib.hf.loading import models
 
 ROWS, CHUNK, MLP_TILE, NORM_TILE, LOSS_TILE = 24, 10, 7, 9, 8
 TILES = {"tiles": {"mlp": MLP_TILE, "loss": LOSS_TILE, "norm": NORM_TILE}}

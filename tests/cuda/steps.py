@@ -9,7 +9,7 @@ from torch import Tensor
 
 import alstlib
 from alstlib.base.config import RunConfig
-from alstlib.loading.models import load_model
+from alstlib.hf.loading.models import load_model
 from alstlib.planner.measure.simulate import drop_gradients, fake_ranks, shard_of
 
 GEMMA = "google/gemma-2-9b"

@@ -17,7 +17,7 @@ from mutate import mutated
 import alstlib
 from alstlib.base.config import RunConfig
 from alstlib.data.loader import SPDataLoader
-from alstlib.loading.zero_config import zero_config
+from alstlib.hf.loading.zero_config import zero_config
 from alstlib.offload.courier import Courier
 from alstlib.offload.headroom import SHARE, device_memory
 from alstlib.offload.host_store import HostStore, Ticket
@@ -303,7 +303,7 @@ def trained(rank, world, out, budget):
     """The result of a run on the device, by the worker of `alst run`."""
     from device import accelerator
 
-    from alstlib.loading import models, ranks
+    from alstlib.hf.loading import models, ranks
     from alstlib.runs import results
     from alstlib.runs.train import ablation
 
@@ -340,7 +340,7 @@ def test_a_run_trains_on_the_device_within_its_memory(late1, tmp_path):
 
 
 def drawn(rank, world, limit):
-    from alstlib.loading import ranks
+    from alstlib.hf.loading import ranks
 
     here = torch.get_device_module(module.device())
     gc.collect()

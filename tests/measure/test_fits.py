@@ -10,8 +10,8 @@ import torch
 import transformers
 
 from alstlib.base.config import RunConfig
+from alstlib.hf.loading.models import load_model
 from alstlib.kernels import blockwise
-from alstlib.loading.models import load_model
 from alstlib.planner import fits, preflight, progress
 from alstlib.planner.activations import activations
 from alstlib.planner.fits import StepQuestion, lines_at

@@ -11,7 +11,7 @@ from cases import on_ranks, run_with
 import alstlib
 from alstlib.base.config import ROWS, RunConfig, row_config
 from alstlib.base.sizing import as_on
-from alstlib.loading.models import load_model
+from alstlib.hf.loading.models import load_model
 from alstlib.planner.measure.deep import Deep
 from alstlib.planner.measure.simulate import drop_gradients, fake_ranks, roomy, simulate, step, whole_model
 

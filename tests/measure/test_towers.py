@@ -9,8 +9,8 @@ import alstlib
 from alstlib.base.config import RunConfig
 from alstlib.base.sizing import as_on
 from alstlib.data.shard import shard_batch
+from alstlib.hf.loading.configs import find_config
 from alstlib.hf.vision import image_layout
-from alstlib.loading.configs import find_config
 from alstlib.planner import fits
 from alstlib.planner.activations import activations
 from alstlib.planner.measure import towers

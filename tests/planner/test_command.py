@@ -12,8 +12,8 @@ from cases import lines_of, values_of
 from quick_steps import asked, quick  # noqa: F401
 
 from alstlib.base.units import GIB, format_bytes, format_seconds
-from alstlib.loading.models import flos
-from alstlib.loading.public_models import PUBLIC, TRAINED
+from alstlib.hf.loading.models import flos
+from alstlib.hf.loading.public_models import PUBLIC, TRAINED
 from alstlib.planner import command, fits, rendering, tables
 from alstlib.planner.gpus import rates_of
 from alstlib.planner.machine import read_machine

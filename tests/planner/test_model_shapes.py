@@ -9,9 +9,9 @@ from cases import check_refused, lines_of, values_of
 from quick_steps import quick  # noqa: F401
 from transformers import AutoModelForCausalLM, Llama4TextConfig
 
-from alstlib.loading.configs import find_config
-from alstlib.loading.models import flop_dimensions, model_config
-from alstlib.loading.public_models import PUBLIC, SHAPES
+from alstlib.hf.loading.configs import find_config
+from alstlib.hf.loading.models import flop_dimensions, model_config
+from alstlib.hf.loading.public_models import PUBLIC, SHAPES
 from alstlib.planner import fits
 from alstlib.planner.model_shapes import read_shape
 

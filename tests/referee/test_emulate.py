@@ -13,8 +13,8 @@ from emulate import ballast
 import alstlib
 from alstlib.base.config import RunConfig
 from alstlib.data.shard import shard_batch
-from alstlib.loading import models
-from alstlib.loading.models import load_model
+from alstlib.hf.loading import models
+from alstlib.hf.loading.models import load_model
 from alstlib.planner.measure.ledger import Ledger
 from alstlib.planner.measure.simulate import fake_ranks
 from alstlib.runs.launch import launch

@@ -125,7 +125,7 @@ def test_pace_is_silent_at_first_and_then_says_it_once_a_second(clock):
 def test_tokenizing_tells_how_far_it_is():
     import datasets
 
-    from alstlib.corpus.samples import make_samples
+    from alstlib.runs.corpus.samples import make_samples
 
     told = []
 

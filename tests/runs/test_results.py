@@ -13,7 +13,7 @@ from cases import check_refused, lines_of
 
 from alstlib.base.config import RunConfig
 from alstlib.base.units import format_bytes, format_seconds, format_tokens, parse_quantity
-from alstlib.loading import models
+from alstlib.hf.loading import models
 from alstlib.runs import results
 
 CONFIG = RunConfig(row="alst", engine={"world_size": 2, "sp": 2})

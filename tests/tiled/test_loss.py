@@ -19,6 +19,7 @@ from operators import (
     worst,
 )
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from alstlib.base import reference
 from alstlib.planner.measure.ledger import Ledger
@@ -102,6 +103,17 @@ def test_logits_of_hundreds_do_not_overflow():
     got = gradients(tiled(labels, 4), inputs, number(1.0), torch.float32)
     assert float(got[0]) > 1e4
     assert worst(got, gradients(oracle(labels), inputs, number(1.0))) < 1e-5
+
+
+@BOTH
+def test_within_a_checkpoint_of_pytorch(kind):
+    """Which lets what is saved be unpacked once."""
+    hidden, weight = inputs_of(7)
+    labels = labels_of(7)
+    want = torch.autograd.grad(kind[1](hidden, weight, labels).sum(), [hidden, weight])
+    made = checkpoint(lambda h: kind[1](h, weight, labels), hidden, use_reentrant=False)
+    for one, right in zip(torch.autograd.grad(made.sum(), [hidden, weight]), want):
+        torch.testing.assert_close(one, right, rtol=0, atol=0)
 
 
 @BOTH

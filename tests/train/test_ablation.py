@@ -19,13 +19,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from alstlib.base.config import RunConfig
 from alstlib.base.units import GIB
-from alstlib.corpus.reading import load_corpus
-from alstlib.corpus.samples import make_samples
-from alstlib.loading.models import flop_dimensions, flos, load_model
+from alstlib.hf.loading.models import flop_dimensions, flos, load_model
 from alstlib.planner.preflight import outlook, why_not
 from alstlib.planner.question import Question
 from alstlib.planner.search import Trials
 from alstlib.runs import results
+from alstlib.runs.corpus.reading import load_corpus
+from alstlib.runs.corpus.samples import make_samples
 from alstlib.runs.launch import launch
 from alstlib.runs.processes import WARNED
 from alstlib.runs.progress import Progress, ProgressReader

@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import alstlib
 from alstlib.base.config import RunConfig
-from alstlib.corpus.reading import get_tokenizer
 from alstlib.data.loader import SPDataLoader
+from alstlib.hf.loading.zero_config import ON_DISK, check_files, engine_config
 from alstlib.hf.saving import save_model
-from alstlib.loading.zero_config import ON_DISK, check_files, engine_config
 from alstlib.planner.model_states import Sizes, model_states
+from alstlib.runs.corpus.reading import get_tokenizer
 from alstlib.runs.train import engine as engines
 from alstlib.runs.train import operators
 from alstlib.runs.train.engine import host_tensors, initialize, take_step

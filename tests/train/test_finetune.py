@@ -25,13 +25,13 @@ from trainers import SETTINGS, accelerate_here
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, TrainerCallback
 
 from alstlib.base.config import RunConfig, value_of
-from alstlib.corpus.image_rows import ImageRows
-from alstlib.corpus.reading import get_tokenizer, load_corpus
-from alstlib.loading.models import load_model
+from alstlib.hf.loading.models import load_model
 from alstlib.planner.model_shapes import read_shape
 from alstlib.runs import finetune as command
 from alstlib.runs import progress, results, workers
 from alstlib.runs.cli import main
+from alstlib.runs.corpus.image_rows import ImageRows
+from alstlib.runs.corpus.reading import get_tokenizer, load_corpus
 from alstlib.runs.launch import launch
 from alstlib.runs.processes import WARNED
 from alstlib.runs.progress import ProgressReader

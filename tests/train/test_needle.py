@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from alstlib.base.config import RunConfig
 from alstlib.base.units import IGNORE
-from alstlib.corpus.samples import make_samples
 from alstlib.runs import results
+from alstlib.runs.corpus.samples import make_samples
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE, RESULTS = ROOT / "papermill_runs/needle/base", ROOT / "papermill_runs/results"

@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 import alstlib
 from alstlib.base.config import FIELDS, RunConfig
 from alstlib.data.loader import SPDataLoader
+from alstlib.hf.loading import zero_config
 from alstlib.hf.saving import full_weights
-from alstlib.loading import zero_config
 from alstlib.planner import model_states
 from alstlib.planner.model_states import Sizes
 from alstlib.runs.train import files

@@ -37,8 +37,8 @@ from transformers import LlamaForSequenceClassification, Trainer, TrainerCallbac
 from trl_runs import mixture
 
 import alstlib
-from alstlib.loading import models
-from alstlib.loading.models import flop_dimensions, flos
+from alstlib.hf.loading import models
+from alstlib.hf.loading.models import flop_dimensions, flos
 from alstlib.planner.measure.ledger import Ledger
 from alstlib.trainers import trainer as trainer_module
 from alstlib.trainers import trainer_checks

@@ -1,5 +1,7 @@
 """Attention to selected keys against attention with a mask."""
 
+import weakref
+
 import pytest
 import torch
 from operators import largest
@@ -56,3 +58,22 @@ def test_nothing_has_the_square_of_the_sequence(monkeypatch):
     with largest() as found:
         selected_attention(q, k, v, indices, Exchange(), scale=1.0).sum().backward()
     assert found() < 96 * 96
+
+
+@pytest.mark.parametrize("score", [2.0, 11.0])
+def test_large_sinks_take_no_digits(score):
+    """They leave little of the output, of which fp32 has as many digits as of a large one."""
+    leaves, indices = inputs(ROWS)
+    exact = [t.detach() for t in leaves[:3]] + [torch.full_like(leaves[3], score)]
+    q, k, v, sinks = (t.float() for t in exact)
+    got, want = selected_attention(q, k, v, indices, Exchange(), scale=0.3, sinks=sinks), masked(*exact, indices)
+    assert (got - want).norm() / want.norm() < 2e-6
+
+
+def test_what_backward_needs_is_freed_with_it():
+    (q, k, v, _), indices = inputs(ROWS)
+    made, alive = selected_attention(q, k, v, indices, Exchange(), scale=0.3), weakref.ref(indices)
+    made.sum().backward()
+    del indices
+    assert alive() is None
+    del made

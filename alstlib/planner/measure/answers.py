@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from alstlib.base.config import Model, RunConfig
+from alstlib.hf.loading.models import share_of_token, windows_of
 from alstlib.hf.support import check_model
 from alstlib.linear.adapters import adapter_of, mixers_of
 from alstlib.linear.ways import StateLayer
-from alstlib.loading.models import share_of_token, windows_of
 from alstlib.planner.fits import KERNEL, REFERENCE, Moment, StepQuestion
 from alstlib.planner.measure.deep import PROBE, Deep
 from alstlib.planner.measure.scope import ATTENTION, STATES, category

@@ -81,7 +81,7 @@ class _Convolution(torch.autograd.Function):
         return dx, dweight.to(weight.dtype), *alike(bias)
 
 
-class _GatedDelta(torch.autograd.Function):
+class _FusedGatedDelta(torch.autograd.Function):
     """q, k [B, S, H, K], v [B, S, J, V], gates [B, S, J] -> [B, S, J, V] and the state [B, J, K, V] in fp32."""
 
     @staticmethod
@@ -110,7 +110,7 @@ class _GatedDelta(torch.autograd.Function):
         return *alike(q, k), dv, dg, dbeta.to(beta.dtype), dstart, None
 
 
-class _Mamba2(torch.autograd.Function):
+class _FusedMamba2(torch.autograd.Function):
     """x [B, S, J, P], dt [B, S, J], B and C [B, S, G, N] -> [B, S, J, P] and the state [B, J, P, N] in fp32."""
 
     @staticmethod
@@ -141,7 +141,7 @@ class _Mamba2(torch.autograd.Function):
         return dx, ddt, dA, dB, dC, None, dD, dbias, dstart
 
 
-class _Mamba1(torch.autograd.Function):
+class _FusedMamba1(torch.autograd.Function):
     """x and dt [B, C, S], A [C, N], B and C [B, N, S] -> [B, C, S] and the state [B, C, N] in fp32."""
 
     @staticmethod
@@ -181,10 +181,10 @@ def stand_in(kernel: Any, takes: str, asks: str = "", pair: bool = False) -> Cal
 
 convolution = stand_in(_Convolution, "hidden_states weight bias")
 gated_delta_rule = stand_in(
-    _GatedDelta, "query key value g beta initial_state use_qk_l2norm_in_kernel", "output_final_state", pair=True
+    _FusedGatedDelta, "query key value g beta initial_state use_qk_l2norm_in_kernel", "output_final_state", pair=True
 )
-mamba2 = stand_in(_Mamba2, "hidden_states dt A B C chunk_size D dt_bias initial_states", "return_final_states")
-mamba1 = stand_in(_Mamba1, "hidden_states dt A B C D delta_bias", "return_last_state")
+mamba2 = stand_in(_FusedMamba2, "hidden_states dt A B C chunk_size D dt_bias initial_states", "return_final_states")
+mamba1 = stand_in(_FusedMamba1, "hidden_states dt A B C D delta_bias", "return_last_state")
 STAND_INS: dict[str, Callable[..., Any]] = {
     CONVOLUTION: convolution, GatedDelta.recurrence: gated_delta_rule, KimiDelta.recurrence: gated_delta_rule,
     Mamba2.recurrence: mamba2, Mamba1.recurrence: mamba1,

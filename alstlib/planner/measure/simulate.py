@@ -30,10 +30,10 @@ from alstlib.base.config import RunConfig
 from alstlib.base.mesh import join_fake
 from alstlib.base.sizing import TileRule, as_on, tiles_of
 from alstlib.hf import attach
+from alstlib.hf.loading.models import load_model
 from alstlib.hf.vision import tower_modules
 from alstlib.kernels import blockwise
 from alstlib.linear.ways import StateLayer
-from alstlib.loading.models import load_model
 from alstlib.planner.fits import KERNEL
 from alstlib.planner.measure.fused_states import fused_states
 from alstlib.planner.measure.ledger import Ledger, _CpuInstrument

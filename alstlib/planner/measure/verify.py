@@ -26,8 +26,8 @@ from alstlib.base.options import TiledPart
 from alstlib.base.sizing import heads_of
 from alstlib.base.units import IGNORE
 from alstlib.data.shard import shard_batch
+from alstlib.hf.loading.models import model_config
 from alstlib.hf.support import check_model
-from alstlib.loading.models import model_config
 from alstlib.planner.measure.deep import kinds_of_layers
 from alstlib.planner.measure.simulate import decoder_layers
 from alstlib.planner.measure.small import LONGEST, VOCAB, build, first_of_each, kinds_in_lists, shrunk

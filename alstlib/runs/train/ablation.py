@@ -22,13 +22,13 @@ import alstlib
 from alstlib.base.config import RunConfig, Search
 from alstlib.base.mesh import accelerator, from_all
 from alstlib.contrib.sparse import Sparse, select_pages
-from alstlib.corpus.samples import Samples, collate, make_samples
+from alstlib.hf.loading import models
+from alstlib.hf.loading.models import flop_dimensions, put_liger
+from alstlib.hf.loading.ranks import load_on_first
 from alstlib.hf.saving import save_model
-from alstlib.loading import models
-from alstlib.loading.models import flop_dimensions, put_liger
-from alstlib.loading.ranks import load_on_first
 from alstlib.planner.measure.ledger import Ledger, ran_out
 from alstlib.planner.search import Trials, longest_that_fits
+from alstlib.runs.corpus.samples import Samples, collate, make_samples
 from alstlib.runs.progress import Pace, Progress, ProgressReader
 from alstlib.runs.results import Json
 from alstlib.runs.train.engine import host_tensors, initialize, take_step

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from alstlib.base.config import RunConfig
 from alstlib.base.mesh import ATTACHED
+from alstlib.hf.loading.ranks import UnplacedModel, place
+from alstlib.hf.loading.zero_config import check_files, engine_config, sizes_of
 from alstlib.hf.support import check_shared
-from alstlib.loading.ranks import UnplacedModel, place
-from alstlib.loading.zero_config import check_files, engine_config, sizes_of
 from alstlib.runs.train import operators
 
 

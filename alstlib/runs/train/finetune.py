@@ -4,11 +4,11 @@ TRL's SFTTrainer trains, with `alstlib.TrainerMixin` before it. Schedules, evalu
 resume, the model card and the hub are the libraries', and what is here maps a run's fields to theirs (`settings`). On a
 GPU the engine is DeepSpeed or FSDP2. On a CPU it is DDP, because Accelerate knows no other there.
 
-Rows become token ids and labels by `alstlib.corpus`, which reads more formats than TRL and labels what the assistant
-says for any chat template. TRL cuts, packs and pads them: what is longer than `seq_len` is cut off, unless `trainer`
-says `{packing_strategy: bfd_split}`. Rows with images are read by the model's processor when their step comes
-(`ImageRows`). They are read once before, for their lengths: one that is too long is left out and not cut, and none is
-packed.
+Rows become token ids and labels by `alstlib.runs.corpus`, which reads more formats than TRL and labels what the
+assistant says for any chat template. TRL cuts, packs and pads them: what is longer than `seq_len` is cut off, unless
+`trainer` says `{packing_strategy: bfd_split}`. Rows with images are read by the model's processor when their step
+comes (`ImageRows`). They are read once before, for their lengths: one that is too long is left out and not cut, and
+none is packed.
 
 Checkpoints go to `checkpoints` in the run's folder, every `checkpoint_every` steps. The same command continues from the
 last whole one. Those of another configuration are never continued and never replaced: they are moved aside.
@@ -37,16 +37,16 @@ from alstlib.base.config import RunConfig
 from alstlib.base.mesh import SPContext, from_all
 from alstlib.base.options import check_names
 from alstlib.base.units import IGNORE
-from alstlib.corpus.image_rows import ImageRows, get_processor, have_images
-from alstlib.corpus.reading import get_tokenizer, load_corpus
-from alstlib.corpus.samples import SHOWN, Account, tokenize_row
 from alstlib.data.agreement import Agreement
+from alstlib.hf.loading.models import auto_class, beyond_training, load_model, mfu, put_liger
+from alstlib.hf.loading.ranks import load_on_first, place
+from alstlib.hf.loading.zero_config import check_files, engine_config, sizes_of
 from alstlib.hf.vision import image_layout, why_no_images
-from alstlib.loading.models import auto_class, beyond_training, load_model, mfu, put_liger
-from alstlib.loading.ranks import load_on_first, place
-from alstlib.loading.zero_config import check_files, engine_config, sizes_of
 from alstlib.planner.measure.ledger import Ledger
 from alstlib.runs import locks, results
+from alstlib.runs.corpus.image_rows import ImageRows, get_processor, have_images
+from alstlib.runs.corpus.reading import get_tokenizer, load_corpus
+from alstlib.runs.corpus.samples import SHOWN, Account, tokenize_row
 from alstlib.runs.progress import Pace
 from alstlib.runs.results import Json, differences
 from alstlib.runs.train import operators

@@ -9,7 +9,7 @@ from typing import Any
 
 from alstlib.base.config import FIELDS, RunConfig, flat
 from alstlib.base.mesh import from_all
-from alstlib.loading.zero_config import sizes_of
+from alstlib.hf.loading.zero_config import sizes_of
 from alstlib.planner.preflight import SLOW_DISK
 from alstlib.runs import results
 from alstlib.runs.processes import WARNED, seconds_left

@@ -21,10 +21,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from alstlib.base.config import RunConfig
 from alstlib.base.mesh import SPContext, accelerator, from_all, join_fake, own_device, take_device
-from alstlib.corpus.formats import only_tokens
-from alstlib.corpus.reading import get_tokenizer, has_tokenizer, load_corpus
-from alstlib.loading.models import model_config
-from alstlib.loading.public_models import SHAPES
+from alstlib.hf.loading.models import model_config
+from alstlib.hf.loading.public_models import SHAPES
 from alstlib.offload.disk_store import DiskStore
 from alstlib.planner import devices
 from alstlib.planner.fits import known_only
@@ -32,6 +30,8 @@ from alstlib.planner.machine import machine_of
 from alstlib.planner.measure.ledger import ran_out
 from alstlib.planner.preflight import as_metrics, foretell, step_limit
 from alstlib.runs import results, workers
+from alstlib.runs.corpus.formats import only_tokens
+from alstlib.runs.corpus.reading import get_tokenizer, has_tokenizer, load_corpus
 from alstlib.runs.processes import answer_where, die_with_parent
 from alstlib.runs.progress import Progress
 from alstlib.runs.results import Json

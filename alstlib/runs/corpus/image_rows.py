@@ -18,8 +18,8 @@ import torch
 from alstlib.base.config import nearest_path
 from alstlib.base.options import Json, Record
 from alstlib.base.units import IGNORE
-from alstlib.corpus.formats import IMAGES, read_row
-from alstlib.corpus.samples import Document, Passages, inside, said_in_chat
+from alstlib.runs.corpus.formats import IMAGES, read_row
+from alstlib.runs.corpus.samples import Document, Passages, inside, said_in_chat
 
 
 def have_images(rows: Any) -> bool:

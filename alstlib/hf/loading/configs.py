@@ -13,7 +13,7 @@ from typing import Any
 
 from alstlib.base.config import check_path
 from alstlib.base.options import Json, Record
-from alstlib.loading.public_models import PUBLIC, SHAPES
+from alstlib.hf.loading.public_models import PUBLIC, SHAPES
 
 
 def check_model(name: str) -> None:

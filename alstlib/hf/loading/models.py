@@ -19,8 +19,8 @@ from alstlib.base.mesh import accelerator
 from alstlib.base.options import Json, Record, check_names
 from alstlib.base.peaks import PEAKS, gpu_named
 from alstlib.base.sizing import causal_pairs, heads_of
-from alstlib.loading.configs import check_model, overridden, published
-from alstlib.loading.public_models import PUBLIC, SHAPES
+from alstlib.hf.loading.configs import check_model, overridden, published
+from alstlib.hf.loading.public_models import PUBLIC, SHAPES
 
 
 def model_config(name: str, overrides: Record, trust_remote_code: bool = False, *, shape_only: bool = False) -> Any:

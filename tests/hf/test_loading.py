@@ -8,10 +8,10 @@ import torch
 from cases import by_own_names, make_model, same
 
 from alstlib.base.config import RunConfig
+from alstlib.hf.loading.models import load_model
+from alstlib.hf.loading.ranks import load_on_first, place
+from alstlib.hf.loading.zero_config import engine_config
 from alstlib.hf.saving import full_weights
-from alstlib.loading.models import load_model
-from alstlib.loading.ranks import load_on_first, place
-from alstlib.loading.zero_config import engine_config
 from alstlib.planner.measure.ledger import Ledger, storage_bytes
 
 

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 from alstlib.base.options import Record
 from alstlib.base.units import IGNORE
-from alstlib.corpus.formats import IMAGES, Messages, canonical_columns, format_of, read_row
+from alstlib.runs.corpus.formats import IMAGES, Messages, canonical_columns, format_of, read_row
 
 logger = logging.getLogger(__name__)
 

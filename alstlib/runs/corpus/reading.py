@@ -17,7 +17,7 @@ from typing import Any
 
 from alstlib.base.config import check_path
 from alstlib.base.options import Json
-from alstlib.corpus.formats import IMAGES, canonical_columns, plain_text
+from alstlib.runs.corpus.formats import IMAGES, canonical_columns, plain_text
 
 logger = logging.getLogger(__name__)
 

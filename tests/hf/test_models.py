@@ -15,9 +15,9 @@ from trl_runs import mixture
 
 from alstlib.base.config import RunConfig
 from alstlib.base.options import Options
-from alstlib.loading import models
-from alstlib.loading.configs import overridden
-from alstlib.loading.models import experts_of_token, flop_dimensions, flos, load_model, mfu, model_config, put_liger
+from alstlib.hf.loading import models
+from alstlib.hf.loading.configs import overridden
+from alstlib.hf.loading.models import experts_of_token, flop_dimensions, flos, load_model, mfu, model_config, put_liger
 
 
 def test_overrides_and_unknown_fields():

@@ -19,7 +19,7 @@ from alstlib.base.config import RunConfig
 from alstlib.base.mesh import SPContext, accelerator, from_all
 from alstlib.base.options import Json
 from alstlib.data.agreement import Agreement
-from alstlib.loading.models import has_random_weights, load_model
+from alstlib.hf.loading.models import has_random_weights, load_model
 
 
 class UnplacedModel(nn.Module):
