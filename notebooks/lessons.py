@@ -27,7 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, wait
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -216,8 +216,9 @@ def _forked(cmd: list[str], env: dict[str, str], cwd: str, stderr: Any, **_: Any
     started = multiprocessing.get_context("forkserver").Process(target=_kernel, args=(cmd[3:], env, cwd, stderr.name))
     started.start()
     pid = started.pid or 0
-    while started.is_alive() and os.getpgid(pid) != pid:  # it gets signals with all that it starts
-        time.sleep(0.01)
+    with suppress(ProcessLookupError):  # it has ended
+        while started.is_alive() and os.getpgid(pid) != pid:  # it gets signals with all that it starts
+            time.sleep(0.01)
     return SimpleNamespace(
         pid=pid, poll=lambda: started.exitcode, wait=lambda: started.join() or started.exitcode, kill=started.kill,
         terminate=started.terminate, send_signal=lambda number: os.kill(pid, number),

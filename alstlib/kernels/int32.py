@@ -6,7 +6,7 @@ A product that passes 2^31 wraps, and the kernel then reads and writes other ele
 access, or gives finite values that are wrong. So each call is measured before it runs. One that is short enough passes
 as it is; a longer one is cut into calls that are, where its tokens can be cut, and refused otherwise. `KERNELS` was
 made from the packages' sources. Attention kernels are cut in `kernels.attention`; of Liger only versions that count
-with 64 bits are used (`hf.models.liger_knows`).
+with 64 bits are used (`hf.loading.models.liger_knows`).
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ class Request:
                 raise ValueError(f"seq-len={self.seq_len} must be at least {least}: {why}")
 
         def there(nbytes: int | None, text: str) -> str:
-            return f"{text}: {nbytes / GIB:,.0f} GiB on each node" if nbytes else "no limit"
+            return f"{text}: {nbytes / GIB:,.0f} GiB on each node" if nbytes is not None else "no limit"
 
         named = args.gpu_memory or (f"measured in {args.machine}" if measured else rates.name)
         memory = machine.gpu_memory

@@ -17,7 +17,7 @@ from alstlib.planner.state_ways import forward_flops
 
 NOT_PLANNED = (
     "modules_to_save", "target_parameters", "trainable_token_indices", "rank_pattern", "layers_to_transform",
-    "exclude_modules", "use_dora", "bias", "layer_replication",
+    "exclude_modules", "use_dora", "bias", "lora_bias", "layer_replication",
 )  # fmt: skip
 """Fields of peft's LoraConfig that change how many parameters are trained, or what their training takes."""
 

@@ -336,13 +336,14 @@ class Variant:
         return self.question.beyond(self.best).reason if self.best else ""
 
     def to_dict(self) -> dict[str, Any]:
-        """For programs: how far it reaches, and its steps: at that length, and at the one that was asked about."""
+        """For programs: how far it reaches, unless one length was asked about alone, and its step there; and its step
+        at the length that was asked about."""
         machine, best, at = self.question.machine, self.best, self.at
+        longest = {"longest_sequence": self.longest, "longest_step_seconds": best.seconds["step"] if best else None}
         return {
             "what": self.what, "changes": self.changes, "gpus": machine.gpus, "nodes": machine.nodes,
-            "host_memory": machine.host_memory, "disk": machine.disk, "longest_sequence": self.longest,
-            "longest_step_seconds": best.seconds["step"] if best else None, "seq_len": at.seq_len if at else None,
-            "step_seconds": at.seconds["step"] if at else None,
+            "host_memory": machine.host_memory, "disk": machine.disk, **(longest if best or not at else {}),
+            "seq_len": at.seq_len if at else None, "step_seconds": at.seconds["step"] if at else None,
         }  # fmt: skip
 
     @property

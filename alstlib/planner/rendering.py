@@ -120,7 +120,8 @@ def _of(where: str, total: int, has: int | None, found: Prediction, machine: Mac
 def as_text(shown: Table, width: int = 80) -> str:
     """A table as plain lines of this width."""
     file = io.StringIO()
-    Console(file=file, width=width, color_system=None).print(shown)
+    # in a kernel, rich would show the table and leave the file empty
+    Console(file=file, width=width, color_system=None, force_jupyter=False).print(shown)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 

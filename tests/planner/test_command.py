@@ -122,6 +122,7 @@ def test_a_length_that_does_not_fit(plan, planned):
                  "layers in chunks of 16K tokens", "2 nodes"):  # fmt: skip
         assert text in out, text
     assert {one["seq_len"] for one in made["works_with"]} == {6_000_000}
+    assert not any("longest_sequence" in one for one in made["works_with"])
 
 
 def test_a_model_that_cannot_be_loaded(plan, planned):

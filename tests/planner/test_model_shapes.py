@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import peft
 import pytest
 import torch
 from cases import check_refused, lines_of, values_of
@@ -53,6 +54,19 @@ def test_public_models_are_answered_without_torch(monkeypatch):
     """Their sizes come with the library."""
     monkeypatch.setattr(fits, "_ask", lambda *_: pytest.fail("it was counted again"))
     assert all(read_shape(name).parameters > 10**8 for name in ANSWERED)
+
+
+@pytest.mark.parametrize("name, fields", values_of("""
+tiny -> {}
+openai-community/gpt2-xl -> {attn_pdrop: 0, embd_pdrop: 0, resid_pdrop: 0, n_layer: 2, n_embd: 64, n_head: 4}
+"""))  # fmt: skip
+def test_adapters_are_counted_as_peft_makes_them(name, fields):
+    """GPT-2's linear modules are transformers' own."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config(name, fields, shape_only=True))
+        model = peft.get_peft_model(model, peft.LoraConfig(r=3, target_modules="all-linear"))
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert read_shape(name, fields).adapter_parameters({"r": 3}) == trained
 
 
 def test_pairs_in_windows():

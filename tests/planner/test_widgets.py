@@ -19,6 +19,14 @@ def draw(ranks, heads):
     return bar(ranks * heads), widgets.html_table(("", "MiB"), [("a<b", str(ranks * heads))])
 
 
+def test_a_prediction_is_its_table_in_a_kernel_too(monkeypatch):
+    """Where rich shows what it is given, and leaves a file empty."""
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    shape, machine = read_shape("tiny"), Machine()
+    found = longest(shape, RunConfig(), machine)
+    assert "weights" in widgets.told(found, machine)
+
+
 def test_controls_draw_anew(monkeypatch):
     monkeypatch.delenv("ALST_STATIC", raising=False)
     ranks, heads, shown = widgets.follow(draw, ranks=([2, 4], 4), heads=([1, 8], 8)).children

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from alstlib.base.config import Model, RunConfig
 from alstlib.hf.loading.models import share_of_token, windows_of
@@ -118,8 +119,8 @@ def count(name: str, overrides: Mapping[str, Any], trust: bool, images: bool = F
     window, windowed = windows_of(config, len(facts.layers), facts.attention_chunk)
     head, linear = model.get_output_embeddings().weight, Counter[str]()
     for path, m in model.named_modules():
-        if isinstance(m, nn.Linear) and m.weight is not head:
-            linear[path.rpartition(".")[2]] += m.in_features + m.out_features
+        if isinstance(m, nn.Linear | Conv1D) and m.weight is not head:
+            linear[path.rpartition(".")[2]] += sum(m.weight.shape)
     mlp, sizes = getattr(config, "intermediate_size", 0), [p.numel() for p in model.parameters()]
     return {
         "family": config.model_type, "vocab": head.shape[0], "width": head.shape[1],
