@@ -29,6 +29,11 @@ def is_alive(started):
         return not started.exists()
 
 
+def wait_for(path):
+    while not path.exists():
+        time.sleep(0.01)
+
+
 def main():
     given = {name: Path(value) for name, value in zip(sys.argv[1::2], sys.argv[2::2])}
     die_with_parent()
@@ -56,8 +61,7 @@ def main():
         signal.signal(signal.SIGTERM, lost)
     if what in ("killed", "stopped"):
         if rank == 1:
-            while not (out / "started.0").exists():
-                time.sleep(0.01)
+            wait_for(out / "started.0")
             os.kill(os.getpid(), signal.SIGKILL if what == "killed" else signal.SIGSTOP)
         while what == "stopped" or is_alive(out / "started.1"):
             time.sleep(0.01)
@@ -65,6 +69,7 @@ def main():
     if what.startswith("hang") or (what, rank) in (("fail", 0), ("shrink_then_hang", 1)):
         time.sleep(600)
     if what == "fail":
+        wait_for(out / "started.0")  # when rank 0 has said what is looked for
         raise RuntimeError("rank one is broken")
     if what in ("shrink", "shrink_then_hang", "stuck") and rank == 0:
         again = any(e["event"] == "tried" for e in ProgressReader(progress.path).read())
@@ -81,8 +86,7 @@ def main():
         status, message = ("oom", "too long") if what == "oom" else ("ok", "")
         end(status, message, seq_len=length, tokens_per_step=length, step_seconds=[3.0, 1.0, 2.0])
     if what == "ok_then_fail" and rank == 1:
-        while not (out / "result.json").exists():
-            time.sleep(0.05)
+        wait_for(out / "result.json")
         sys.exit(1)
 
 
