@@ -93,6 +93,26 @@ def test_a_config_may_name_more_kinds_than_there_are_layers():
     assert gc.get_freeze_count() > 1000, "a plan thaws what the program around it has frozen"
 
 
+def test_an_answer_does_not_depend_on_what_was_asked_before():
+    """Kept outputs have a tile that steps without them have not."""
+
+    def lengths(save):
+        deep = answers._deep_of(StepQuestion(run_of("tiny", tiles=True, save_attention=save), 2, "cuda"))
+        return deep.lengths(2**24)
+
+    asked = []
+    for order in ((True, False), (False, True)):
+        answers._deep.cache_clear()
+        asked.append({save: lengths(save) for save in order})
+    assert asked[0] == asked[1]
+    assert asked[0][True] != asked[0][False]
+
+
+def test_a_line_for_one_chunk_says_nothing_of_two():
+    deep = Deep(run_of("tiny", chunk=256, on_host="hidden"), 1)
+    assert deep.lengths(256) == ((256,), 256, 256)
+
+
 def test_a_second_answer_simulates_nothing(cache, monkeypatch, capsys):
     """From this process, from the user's cache, and not where the code is another. What is simulated is shown."""
     question = StepQuestion(run_of("tiny"), 1, "cuda", 9)

@@ -47,7 +47,7 @@ def _deep(question: str) -> Deep:
 
 
 def _deep_of(question: StepQuestion) -> Deep:
-    """What simulates it: with kept outputs of attention and without, the layers and the tiles are the same."""
+    """What simulates it: with kept outputs of attention and without, the layers are the same."""
     save = {"save_attention": question.run.options.save_attention}
     either = replace(question, run=question.run.replace(options={"save_attention": False}))
     deep = _deep(json.dumps(either.to_dict(), sort_keys=True))

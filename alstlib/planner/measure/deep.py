@@ -139,6 +139,7 @@ class Deep:
         """One layer of each kind that the whole model has more layers of."""
         if self.holder is None:  # layers in several lists: all are run
             self.chosen, self.further, self.left = list(range(len(self.layers))), {}, []
+        self._tiles: dict[bool, set[int]] = {}
 
     def whole(self) -> Any:
         """The model that trains."""
@@ -181,9 +182,10 @@ class Deep:
 
         return replace(few, moments=moments, host_peak=deeper("host_peak"), wire_bytes=deeper("wire_bytes"))
 
-    @functools.cached_property
     def tiles(self) -> set[int]:
-        """Sizes of the tiles that a step of the shallowest model asks for."""
+        """Sizes of the tiles that a step of the shallowest model asks for: kept outputs of attention add one."""
+        if (known := self._tiles.get(kept := bool(self.run.options.save_attention))) is not None:
+            return known
         found = {size for part in get_args(TiledPart) if (size := self.run.options.tile(part)) and size is not True}
 
         whole = tile_for(self.model.get_input_embeddings().weight.shape[1], 2, self.device)
@@ -195,6 +197,7 @@ class Deep:
             return tile
 
         self.shallow(self.chosen, min(PROBE, self.run.chunk or PROBE) * self.ranks, rule)
+        self._tiles[kept] = found
         return found
 
     def lengths(self, tokens: int) -> tuple[Sequence[int], int, int]:
@@ -202,14 +205,16 @@ class Deep:
         them; one length where it holds for itself alone.
 
         In chunks it is one from four chunks on, and else between two sizes of a tile, from twice the smaller one
-        on.
+        on; a single chunk is its own.
         """
         chunk = self.run.chunk
         if chunk is not None and tokens > chunk:
             page = page_keys(chunk * self.ranks, 2**40) // self.ranks
             first = page * max(3, 4 * chunk // page)
             return ((tokens,), tokens, tokens) if tokens < first else ((first, first + page), first, FARTHEST)
-        tiles = self.tiles | ({chunk} if chunk else set())
+        if tokens == chunk:
+            return (tokens,), tokens, tokens
+        tiles = self.tiles() | ({chunk} if chunk else set())
         low = max((tile for tile in tiles if tile <= tokens), default=0)
         high = min((tile for tile in tiles if tile > low), default=FARTHEST)
         if tokens < LEAST or tokens < min(2 * low, SHORT):
