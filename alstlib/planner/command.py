@@ -315,7 +315,7 @@ def as_json(question: Question, best: Prediction | None, found: Prediction | Non
     length = found.seq_len if best else None
     with known_only(PATIENCE) as missed:
         made["help"] = [one.to_dict() for one in question.advice()]
-        made["ways"] = [{**w.to_dict(), "limit": w.limit, "waits_for_link": w.link} for w in question.ways(length)]
+        made["ways"] = [{**w.to_dict(), "limit": w.limit} for w in question.ways(length)]
         made["works_with"] = [] if found.fits else [one.to_dict() for one in question.remedies(length)]
     return {**made, "notes": [LATE] * bool(missed) + question.notes(found.seq_len), "options": not_default(run)}
 
