@@ -4,7 +4,6 @@ of `alst plan`. Without torch."""
 from __future__ import annotations
 
 import io
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -117,11 +116,11 @@ def _of(where: str, total: int, has: int | None, found: Prediction, machine: Mac
     return "; ".join(notes)
 
 
-def as_text(shown: Table, width: int = 80) -> str:
-    """A table as plain lines of this width."""
+def as_text(shown: Table) -> str:
+    """A table as plain lines of 80 columns."""
     file = io.StringIO()
     # in a kernel, rich would show the table and leave the file empty
-    Console(file=file, width=width, color_system=None, force_jupyter=False).print(shown)
+    Console(file=file, width=80, color_system=None, force_jupyter=False).print(shown)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
@@ -185,12 +184,6 @@ LATE = (
 )
 
 
-def say(what: str) -> None:
-    """What is computed now, on standard error, for who waits."""
-    sys.stdout.flush()
-    print(f"alst: {what}", file=sys.stderr, flush=True)
-
-
 def heading(shape: Shape, preset: str) -> str:
     whose = "" if preset == "ours" else ", as the ALST paper ran it"
     return f"{shape.name} ({shape.family}, {shape.parameters / 1e9:.2f}B parameters){whose}; predicted, nothing was run"
@@ -209,7 +202,7 @@ def introduce(question: Question) -> Iterator[str]:
 
 def describe(question: Question, best: Prediction | None, found: Prediction | None) -> Iterator[Any]:
     """The answer to a question, as it is computed."""
-    machine, ours = question.machine, question.preset == "ours"
+    machine = question.machine
     yield from introduce(question)
     if best is not None:
         yield f"Longest sequence: {best.seq_len:,} tokens; {limited_by(question.beyond(best))}."
@@ -229,13 +222,10 @@ def describe(question: Question, best: Prediction | None, found: Prediction | No
         takes = " Checkpoints go there with options.disk=FOLDER." if needs else ""
         yield f"\nEach step writes {format_bytes(written)} to a node's disk{life}.{takes}"
     with known_only(PATIENCE) as missed:
-        if ours and not found.fits:
-            say("looking for what works")
+        if question.preset == "ours" and not found.fits:
             yield from describe_remedies(question, found, nothing=best is None)
-        if ours and best is not None:
-            say("looking at what would help")
+        if best is not None:
             yield from describe_variants("What would help", question, question.advice()[:5], best.seq_len)
-            say("comparing the ways to run the model")
             ways = question.ways(found.seq_len)
             yield from describe_variants("Ways to run the model", question, ways, found.seq_len)
     notes = [LATE] * bool(missed) + question.notes(found.seq_len)
