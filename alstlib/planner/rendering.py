@@ -94,7 +94,7 @@ def table(found: Prediction, machine: Machine, speed: str | None = "", parts: bo
         add("time")
         for name, seconds in found.seconds.items():
             if name != "step" and seconds > found.seconds["step"] / 1000:
-                shown, text = TIMES.get(name, (name, ""))
+                shown, text = TIMES[name]
                 add(f"  {shown}", format_seconds(seconds), text, "")
     add("a step", format_seconds(found.seconds["step"]), speed)
     return made
@@ -105,9 +105,6 @@ def _of(where: str, total: int, has: int | None, found: Prediction, machine: Mac
     notes, ranks = [f"of {sized(has, found)}"] if has is not None else [], machine.ranks_of_node
     if where == "device" and parts:
         notes.append(f"highest in {found.activations.place}")
-    if where == "disk":
-        often = "written once a step" if found.written == total else f"{sized(found.written, found)} written in a step"
-        notes.append(often if total else "no need of it")
     if where == "host" and machine.device == "cpu":
         notes.append("with what is on the device")
     elif where == "host" and ranks > 1:
