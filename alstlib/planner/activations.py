@@ -103,8 +103,7 @@ def activations(
     every, outputs, host, needed, away, short = _kept(run, shape, size, output, room, streaming, disk, tokens)
     kernel, gpu = kernel_of(shape, run, device, capability), workspace and device == "cuda"
     taken = kernel_workspace(shape, kernel, chunk, run.data.packed) if gpu else 0.0
-    ahead = gpu and streaming.kv  # copies run ahead of the computation
-    pages = streaming.keys * (streaming.on_device(True) - streaming.on_device(False)) if ahead else 0.0
+    pages = streaming.keys * streaming.ahead if gpu and streaming.kv else 0.0
     kept = [True] * (outputs > 0) + [False] * (outputs < max(1, shape.attending))
     lines = [lines_at(_asked(shape, run, ranks, device, capability, streaming, save), tokens) for save in kept]
     lines += tower

@@ -22,8 +22,9 @@ from alstlib.planner.gpus import GPUS, Rates, label_bytes, rates_of
 from alstlib.planner.machine import Machine, Overheads, read_machine
 from alstlib.planner.model_shapes import Shape, read_shape
 from alstlib.planner.prediction import Prediction, with_degree
+from alstlib.planner.progress import watched
 from alstlib.planner.question import NEEDED, Question, Variant, trained_length
-from alstlib.planner.rendering import LATE, PATIENCE, describe, describe_machines, introduce, say, table
+from alstlib.planner.rendering import LATE, PATIENCE, describe, describe_machines, introduce, table
 from alstlib.planner.tables import console
 from alstlib.planner.trees import cost
 
@@ -159,10 +160,10 @@ class Request:
         def there(nbytes: int | None, text: str) -> str:
             return f"{text}: {nbytes / GIB:,.0f} GiB on each node" if nbytes is not None else "no limit"
 
-        named = args.gpu_memory or (f"measured in {args.machine}" if measured else rates.name)
-        memory = machine.gpu_memory
+        memory, gpu = machine.gpu_memory, args.gpu_memory or rates.name
+        usable = f"{memory / GIB:.1f} GiB that PyTorch finds on a GPU" if memory else "no limit"
         understood = {
-            "gpu_memory": f"{named}: {memory / GIB:.1f} GiB that PyTorch finds on a GPU" if memory else "no limit",
+            "gpu_memory": f"{gpu}: {usable}",
             "host_memory": there(
                 machine.host_memory, args.host_memory or ("free as measured" if measured else "assumed")
             ),
@@ -247,8 +248,8 @@ def command(args: argparse.Namespace) -> int:
     if request.gpus is None or len(request.rates) > 1:
         return machines(request)
     question, wanted = request.question(request.rates[0], request.gpus), request.seq_len
-    say("looking for the longest sequence that fits")
-    best = question.longest()
+    with watched("looking for the longest sequence that fits"):
+        best = question.longest()
     found = best if wanted is None else question.at(wanted)
     tell(args, lambda: as_json(question, best, found), describe(question, best, found))
     return 0 if found is not None and found.fits else 1
@@ -315,16 +316,17 @@ def as_json(question: Question, best: Prediction | None, found: Prediction | Non
     length = found.seq_len if best else None
     with known_only(PATIENCE) as missed:
         made["help"] = [one.to_dict() for one in question.advice()]
-        made["ways"] = [{**w.to_dict(), "limit": w.limit, "waits_for_link": w.link} for w in question.ways(length)]
+        made["ways"] = [{**w.to_dict(), "limit": w.limit} for w in question.ways(length)]
         made["works_with"] = [] if found.fits else [one.to_dict() for one in question.remedies(length)]
     return {**made, "notes": [LATE] * bool(missed) + question.notes(found.seq_len), "options": not_default(run)}
 
 
 def speeds(question: Question, found: Prediction) -> dict[str, Any]:
     """A prediction with what it means for each GPU."""
-    rate, share, days = question.tokens_per_second(found), question.mfu(found), question.days_of_disk(found)
-    life = {} if days is None else {"days_of_disk": days}
-    return {**found.to_dict(), "tokens_per_second_per_gpu": rate, "mfu": share, **life}
+    return {
+        **found.to_dict(), "tokens_per_second_per_gpu": question.tokens_per_second(found), "mfu": question.mfu(found),
+        "days_of_disk": question.days_of_disk(found),
+    }  # fmt: skip
 
 
 MOST = 1024
@@ -358,10 +360,10 @@ def smallest(request: Request, rates: Rates) -> Variant:
 
 def machines(request: Request) -> int:
     """The question about several machines: which hold a length, or how far each reaches."""
-    answers = []
-    for rates in request.rates:
-        say(f"looking at {rates.name}")
-        answers.append(smallest(request, rates) if request.gpus is None else answer(request, rates, request.gpus))
+    with watched("kinds of GPU", request.rates) as each:
+        answers = [
+            smallest(request, rates) if request.gpus is None else answer(request, rates, request.gpus) for rates in each
+        ]
     shape, most = request.shape, MOST if request.gpus is None else None
     made: dict[str, Any] = {
         "mode": "predicted", "preset": request.args.preset, "seq_len": request.seq_len,

@@ -147,8 +147,8 @@ class Prediction:
                        "peak_place": kept.place},
             "host": {"peak": self.host_peak, "limit": self.host_limit, "by_category": self.host,
                      "attention_kept": kept.attention_kept, "inputs_kept_every": kept.inputs_kept_every},
-            **({"disk": {"peak": self.disk_peak, "limit": self.disk_limit, "by_category": self.disk,
-                         "written": self.written}} if len(self.sides) > 2 else {}),
+            "disk": {"peak": self.disk_peak, "limit": self.disk_limit, "by_category": self.disk,
+                     "written": self.written},
             "kernel": kept.kernel, "step_seconds": self.seconds,
             "loading": {**asdict(self.loading), "why": self.loading.why},
         }  # fmt: skip

@@ -159,6 +159,7 @@ class Question:
                     other = self.with_changes(helps[what])
                     best = other.longest()
                     if best is not None and best.seq_len > 1.01 * (now.seq_len if now else 0):
+                        other.beyond(best)  # its `limit` is known from now on
                         found.append(Variant(what, helps[what], other, best, other.at(now.seq_len) if now else best))
         return sorted(found, key=lambda one: -one.longest)
 
@@ -345,12 +346,6 @@ class Variant:
             "host_memory": machine.host_memory, "disk": machine.disk, **(longest if best or not at else {}),
             "seq_len": at.seq_len if at else None, "step_seconds": at.seconds["step"] if at else None,
         }  # fmt: skip
-
-    @property
-    def link(self) -> bool:
-        """Whether the link to the host holds a step up at that length."""
-        seconds = self.found.seconds
-        return bool(self.best) and seconds["waiting for memory and network"] > 0.02 * seconds["step"]
 
 
 def trained_length(run: RunConfig) -> int | None:

@@ -4,7 +4,6 @@ of `alst plan`. Without torch."""
 from __future__ import annotations
 
 import io
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -95,7 +94,7 @@ def table(found: Prediction, machine: Machine, speed: str | None = "", parts: bo
         add("time")
         for name, seconds in found.seconds.items():
             if name != "step" and seconds > found.seconds["step"] / 1000:
-                shown, text = TIMES.get(name, (name, ""))
+                shown, text = TIMES[name]
                 add(f"  {shown}", format_seconds(seconds), text, "")
     add("a step", format_seconds(found.seconds["step"]), speed)
     return made
@@ -106,9 +105,6 @@ def _of(where: str, total: int, has: int | None, found: Prediction, machine: Mac
     notes, ranks = [f"of {sized(has, found)}"] if has is not None else [], machine.ranks_of_node
     if where == "device" and parts:
         notes.append(f"highest in {found.activations.place}")
-    if where == "disk":
-        often = "written once a step" if found.written == total else f"{sized(found.written, found)} written in a step"
-        notes.append(often if total else "no need of it")
     if where == "host" and machine.device == "cpu":
         notes.append("with what is on the device")
     elif where == "host" and ranks > 1:
@@ -117,11 +113,11 @@ def _of(where: str, total: int, has: int | None, found: Prediction, machine: Mac
     return "; ".join(notes)
 
 
-def as_text(shown: Table, width: int = 80) -> str:
-    """A table as plain lines of this width."""
+def as_text(shown: Table) -> str:
+    """A table as plain lines of 80 columns."""
     file = io.StringIO()
     # in a kernel, rich would show the table and leave the file empty
-    Console(file=file, width=width, color_system=None, force_jupyter=False).print(shown)
+    Console(file=file, width=80, color_system=None, force_jupyter=False).print(shown)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
@@ -185,12 +181,6 @@ LATE = (
 )
 
 
-def say(what: str) -> None:
-    """What is computed now, on standard error, for who waits."""
-    sys.stdout.flush()
-    print(f"alst: {what}", file=sys.stderr, flush=True)
-
-
 def heading(shape: Shape, preset: str) -> str:
     whose = "" if preset == "ours" else ", as the ALST paper ran it"
     return f"{shape.name} ({shape.family}, {shape.parameters / 1e9:.2f}B parameters){whose}; predicted, nothing was run"
@@ -209,7 +199,7 @@ def introduce(question: Question) -> Iterator[str]:
 
 def describe(question: Question, best: Prediction | None, found: Prediction | None) -> Iterator[Any]:
     """The answer to a question, as it is computed."""
-    machine, ours = question.machine, question.preset == "ours"
+    machine = question.machine
     yield from introduce(question)
     if best is not None:
         yield f"Longest sequence: {best.seq_len:,} tokens; {limited_by(question.beyond(best))}."
@@ -229,14 +219,12 @@ def describe(question: Question, best: Prediction | None, found: Prediction | No
         takes = " Checkpoints go there with options.disk=FOLDER." if needs else ""
         yield f"\nEach step writes {format_bytes(written)} to a node's disk{life}.{takes}"
     with known_only(PATIENCE) as missed:
-        if ours and not found.fits:
-            say("looking for what works")
+        if question.preset == "ours" and not found.fits:
             yield from describe_remedies(question, found, nothing=best is None)
-        if ours and best is not None:
-            say("looking at what would help")
-            yield from describe_help(question, best)
-            say("comparing the ways to run the model")
-            yield from describe_ways(question.ways(found.seq_len))
+        if best is not None:
+            yield from describe_variants("What would help", question, question.advice()[:5], best.seq_len)
+            ways = question.ways(found.seq_len)
+            yield from describe_variants("Ways to run the model", question, ways, found.seq_len)
     notes = [LATE] * bool(missed) + question.notes(found.seq_len)
     yield from (f"\nNote: {note}" for note in notes)
 
@@ -250,16 +238,22 @@ def lacks(found: Prediction, machine: Machine) -> str:
     return f"{' and '.join(missing)} are missing" if missing else found.loading.why
 
 
-def describe_help(question: Question, best: Prediction) -> Iterator[Any]:
-    """Single changes, the longest sequence with each, and what each changes at the length that fits now."""
-    head = ["longest", "its step", f"at {format_tokens(best.seq_len)}", "with"]
+def describe_variants(title: str, question: Question, ones: Sequence[Variant], length: int) -> Iterator[Any]:
+    """Other settings: the longest sequence with each and what limits it, and a step of this length where it fits."""
+    head = ["longest", "its step", "limit", f"at {format_tokens(length)}", "with"]
     rows = []
-    for one in question.advice()[:5]:
-        more = f"{one.at.seconds['step'] / best.seconds['step'] - 1:+.0%}" if one.at else ""
-        rows.append((*_reach(one.best), more, f"{one.what} ({settings(changed(question.run, one.changes))})"))
+    for one in ones:
+        limit = limit_in_short(one.question.beyond(one.best)) if one.best else ""
+        rows.append((*_reach(one.best), limit, _reach(one.at)[1], _named_with_settings(question, one)))
     if rows:
-        yield "\nWhat would help:\n"
-        yield listed(head, rows, head[:3])
+        yield f"\n{title}:\n"
+        yield listed(head, rows, ["longest", "its step", head[3]])
+
+
+def _named_with_settings(question: Question, one: Variant) -> str:
+    """What the other settings are called, and those fields of the run that differ."""
+    fields = settings(changed(question.run, one.changes))
+    return f"{one.what} ({fields})" if fields else one.what
 
 
 def _reach(found: Prediction | None) -> tuple[str, str]:
@@ -271,8 +265,8 @@ def describe_remedies(question: Question, found: Prediction, nothing: bool) -> I
     """What works where the asked length does not fit, or `nothing` does."""
     rows = []
     for one in question.remedies(None if nothing else found.seq_len):
-        changes = f" ({settings(one.changes)})" if one.changes else ""
-        rows.append((*_reach(one.found), f"{one.question.tokens_per_second(one.found):,.0f}", one.what + changes))
+        rate = f"{one.question.tokens_per_second(one.found):,.0f}"
+        rows.append((*_reach(one.found), rate, _named_with_settings(question, one)))
     if rows:
         head = ["longest" if nothing else "tokens", "its step", "tokens/s/GPU", "with"]
         yield "\nWhat works:\n"
@@ -285,27 +279,6 @@ def describe_remedies(question: Question, found: Prediction, nothing: bool) -> I
         )
     if nothing and question.run.model.lora is None and question.shape.images is None:
         yield "QLoRA (LoRA on weights in 4 bits) takes less memory still: --set 'model.lora={r: 16}' --set model.bits=4"
-
-
-def describe_ways(ways: Sequence[Variant]) -> Iterator[Any]:
-    """How far each way of running the model reaches, and which is fastest where several do."""
-    farthest = max((w.longest for w in ways), default=0)
-    fastest = min((w.at.seconds["step"] for w in ways if w.at), default=0.0)
-    if not farthest:
-        return
-    rows = []
-    for w in ways:
-        changes = settings({n: v for n, v in w.changes.items() if v not in (None, "auto")})
-        marks = ["the longest"] * (w.longest == farthest)
-        if w.at is not None:
-            marks += ["the fastest"] * (w.at.seconds["step"] == fastest) + ["slowed by copies to the host"] * w.link
-        what = w.what + (f" ({changes})" if changes else "") + "".join(f", {mark}" for mark in marks)
-        limit = limit_in_short(w.question.beyond(w.best)) if w.best else ""
-        rows.append((*_reach(w.best), limit, _reach(w.at)[1], what))
-    length = next((w.at.seq_len for w in ways if w.at is not None), 0)
-    head = ["longest", "its step", "limit", f"at {format_tokens(length)}" if length else "", "way"]
-    yield "\nWays to run the model:\n"
-    yield listed(head, rows, ["longest", "its step", head[3]])
 
 
 def describe_machines(answers: Sequence[Variant], wanted: int | None, most: int | None) -> Iterator[Any]:

@@ -50,8 +50,6 @@ def exchange_bytes(shape: Shape, ranks: int, seq_len: int, element: int, forward
         forwards: passes over a layer before its backward: 2 with checkpoints, else 1; more where inputs are made again.
         saved: share of the layers whose recompute has its outputs already.
     """
-    if ranks == 1:
-        return 0.0
     query, kv, keys, values = shape.heads, max(shape.kv_heads, ranks), shape.head_dim, shape.value_dim
     there, back = query * keys + kv * (keys + values), query * values
     numbers = (forwards - saved) * (there + back) + (there + back) + saved * (there + query * 4 / element)

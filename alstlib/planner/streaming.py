@@ -44,10 +44,11 @@ class Streaming:
         own = n // m * m * m / 2 + (n % m) ** 2 / 2
         return (m * self.visits(n, self.pages_of_head) + own) / (m * self.visits(n, None) + own)
 
-    def on_device(self, ahead: bool) -> float:
-        """Share of keys, values and their gradient sums that is on the device: two pages (the open one and the one that
-        is visited). Where copies run `ahead` of the computation, the next page and sums on their way too."""
-        return min(1.0, self.page * (2 + (5 / 3 if ahead else 0)))
+    @property
+    def ahead(self) -> float:
+        """Share of keys, values and their gradient sums that is on the device because copies run ahead of the
+        computation: the next page, and sums on their way, beside the open page and the one that is visited."""
+        return min(1.0, self.page * (2 + 5 / 3)) - min(1.0, self.page * 2)
 
 
 def output_bytes(shape: Shape, tokens: int, element: int) -> int:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import html
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from rich.table import Table
 
 from alstlib.base.config import RunConfig
 from alstlib.base.units import GIB, format_tokens
@@ -16,12 +18,6 @@ from alstlib.planner.model_states import BUCKETS, COPIES, GATHERED, GRADIENTS, O
 from alstlib.planner.prediction import Prediction, longest, predict
 from alstlib.planner.rendering import as_text, limited_by, table, verdict
 
-
-def by_category(found: Prediction) -> dict[str, float]:
-    """GiB of the device by category."""
-    return {name: nbytes / GIB for name, nbytes in found.device.items() if nbytes}
-
-
 GROUPS = {
     "outside PyTorch": ("CUDA context", "NCCL", "fragments"),
     "model states and ZeRO's buffers": (WEIGHTS, GATHERED, GRADIENTS, OPTIMIZER, BUCKETS, COPIES),
@@ -29,30 +25,25 @@ GROUPS = {
 """What a figure shows together."""
 
 
-def grouped(parts: Mapping[str, float]) -> dict[str, float]:
-    """Categories with model states, and what lies outside PyTorch, added up; these first."""
-    inside = {name for names in GROUPS.values() for name in names}
-    made = {group: sum(parts.get(name, 0.0) for name in names) for group, names in GROUPS.items()}
-    return made | {name: gib for name, gib in parts.items() if name not in inside}
+def grouped(found: Prediction) -> dict[str, float]:
+    """GiB of the device by category; model states, and what lies outside PyTorch, are added up and come first."""
+    parts = {name: nbytes / GIB for name, nbytes in found.device.items()}
+    made = {group: sum(parts.pop(name, 0.0) for name in names) for group, names in GROUPS.items()}
+    return made | {name: gib for name, gib in parts.items() if gib}
+
+
+def in_html(shown: Table) -> str:
+    """A table as it is printed."""
+    return f"<pre>{html.escape(as_text(shown))}</pre>"
 
 
 def told(found: Prediction, machine: Machine, said: str = "") -> str:
     """A prediction as HTML: a sentence (None is given: whether it fits), and the table that `alst plan` prints."""
-    parts = html.escape(as_text(table(found, machine)))
-    return f"<b>{format_tokens(found.seq_len)} tokens: {said or verdict(found, machine)}</b><pre>{parts}</pre>"
+    sentence = said or verdict(found, machine)
+    return f"<b>{format_tokens(found.seq_len)} tokens: {sentence}</b>{in_html(table(found, machine))}"
 
 
 # A figure with its table, drawn anew by controls
-
-
-def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A small table: the first column is text, the others are numbers."""
-    cell = '<{0} style="text-align: {1}">{2}</{0}>'  # JupyterLab puts everything to the right where only `align` is set
-    lines = [
-        "".join(cell.format(tag, "right" if i else "left", html.escape(text)) for i, text in enumerate(row))
-        for tag, row in (("th", head), *(("td", row) for row in rows))
-    ]
-    return '<table style="line-height: 1.3">' + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
 
 
 WORK = "work of one layer"
@@ -62,7 +53,7 @@ COLOURS = (*GROUPS, "checkpoints", "loss", WORK)
 
 def _coarse(found: Prediction) -> dict[str, float]:
     """GiB of the device by the categories of `COLOURS`."""
-    parts = grouped(by_category(found))
+    parts = grouped(found)
     return {name: parts.pop(name, 0.0) for name in COLOURS if name != WORK} | {WORK: sum(parts.values())}
 
 

@@ -69,7 +69,7 @@ def test_rates_are_below_the_data_sheets():
 def test_the_smallest_machines_that_hold_a_length(plan, alst):
     """One line for each GPU; half of them do not hold it, whatever the settings, and the whole machine does."""
     shown, made = plan("--seq-len 2M")
-    assert re.findall("(?m)^alst: looking at (.*)$", shown) == [one["gpu"] for one in made["machines"]] == [*GPUS]
+    assert [one["gpu"] for one in made["machines"]] == [*GPUS]
     request = asked("--seq-len 2M")
     for one in made["machines"]:
         gpu, gpus, changes = one["gpu"], one["gpus"], one["changes"]

@@ -9,6 +9,7 @@ from alstlib.planner import widgets
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import read_shape
 from alstlib.planner.prediction import longest
+from alstlib.planner.tables import listed
 
 
 def bar(width):
@@ -16,7 +17,7 @@ def bar(width):
 
 
 def draw(ranks, heads):
-    return bar(ranks * heads), widgets.html_table(("", "MiB"), [("a<b", str(ranks * heads))])
+    return bar(ranks * heads), widgets.in_html(listed(("", "MiB"), [("a<b", str(ranks * heads))]))
 
 
 def test_a_prediction_is_its_table_in_a_kernel_too(monkeypatch):
@@ -31,11 +32,11 @@ def test_controls_draw_anew(monkeypatch):
     monkeypatch.delenv("ALST_STATIC", raising=False)
     ranks, heads, shown = widgets.follow(draw, ranks=([2, 4], 4), heads=([1, 8], 8)).children
     first = shown.value
-    assert all(part in first for part in (">32<", ">a&lt;b<", 'alt="figure for ranks 4, heads 8'))
-    for control, value, product in ((ranks, 2, ">16<"), (heads, 1, ">2<")):
+    assert all(part in first for part in ("a&lt;b  32<", 'alt="figure for ranks 4, heads 8'))
+    for control, value, product in ((ranks, 2, "a&lt;b  16<"), (heads, 1, "a&lt;b  2<")):
         control.value = value
         assert product in shown.value
-    assert shown.value.partition("<table")[0] != first.partition("<table")[0]
+    assert shown.value.partition("<pre")[0] != first.partition("<pre")[0]
 
 
 def test_controls_without_a_kernel_show_the_first(monkeypatch):
@@ -44,7 +45,7 @@ def test_controls_without_a_kernel_show_the_first(monkeypatch):
     monkeypatch.setattr("IPython.display.display", figures.append)
     left = widgets.follow(draw, ranks=([2, 4], 4), heads=([1, 8], 8))
     assert [bar.get_width() for bar in figures[0].axes[0].patches] == [32.0, 1.0]
-    assert ">32<" in left.data
+    assert "a&lt;b  32<" in left.data
     assert not hasattr(left, "children")
 
 

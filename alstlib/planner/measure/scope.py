@@ -7,8 +7,9 @@ backward. Nothing here holds a tensor, so that lifetimes stay as they are.
 from __future__ import annotations
 
 import re
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +73,7 @@ class Places(ExitStack):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.stack: list[str] = []
-        self._tagging: list[_Tag | None] = []
+        self._tagging: list[Any] = []
         self._last = ROOT
         for name, module in model.named_modules(prefix=ROOT):
             self.callback(module.register_forward_pre_hook(self._enter(name)).remove)
@@ -81,17 +82,16 @@ class Places(ExitStack):
     def _enter(self, name: str) -> Any:
         def enter(*_: Any) -> None:
             self.stack.append(name)
-            tagging = None if torch._C._len_torch_function_stack() else _Tag(self.stack)  # none within a backward
-            if tagging is not None:
-                tagging.__enter__()
+            # that of the module around tags too; within a backward there is none
+            tagging = nullcontext() if torch._C._len_torch_function_stack() else _Tag(self.stack)
+            tagging.__enter__()
             self._tagging.append(tagging)
 
         return enter
 
     def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
         tag(out, self.stack.pop())
-        if (tagging := self._tagging.pop()) is not None:
-            tagging.__exit__(None, None, None)
+        self._tagging.pop().__exit__(None, None, None)
 
     def wrap(self, thing: Any, method: str, place: str) -> None:
         """What this object's method makes belongs to a category of its own, whichever module calls it."""
@@ -104,8 +104,7 @@ class Places(ExitStack):
             finally:
                 self.stack.pop()
 
-        setattr(thing, method, wrapped)
-        self.callback(delattr, thing, method)
+        self.enter_context(mock.patch.object(thing, method, wrapped))
 
     def now(self) -> str:
         if self.stack:

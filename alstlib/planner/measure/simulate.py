@@ -301,5 +301,4 @@ def watch(handle: alstlib.Handle, places: Places, ledger: Ledger) -> None:
         put(ticket, x)
         ledger.move(x, f"<{CHECKPOINTS}>")
 
-    handle.store.put = kept  # type: ignore[method-assign]
-    places.callback(delattr, handle.store, "put")
+    places.enter_context(mock.patch.object(handle.store, "put", kept))
