@@ -40,10 +40,10 @@ def tokens(n, seed):
 
 TREES = {
     "a chain": [tokens(19, 0)[:n] for n in (19, 7, 8, 1, 19)],
-    "a star": [[*tokens(13, 0), 4 + i, *tokens(3 + 2 * i, 40 + i)] for i in range(4)],
-    "one token shared": [[5, *tokens(9, i)] for i in (10, 30, 50)],
+    "a star": [[*tokens(7, 0), 4 + i, *tokens(2 + 2 * i, 40 + i)] for i in range(3)],
+    "one token shared": [[5, *tokens(6, i)] for i in (10, 30, 50)],
     "nothing shared": [tokens(6, 0), tokens(9, 100)],
-    "depth 5": grown(0, 4, 4)[:6],
+    "depth 5": grown(8, 4, 3)[:5],
 }
 
 
@@ -242,8 +242,8 @@ def peak(paths, train=True, **options):
 
 @pytest.mark.parametrize("options", [{}, HOST], ids=str)
 def test_memory_is_that_of_one_path(options):
-    """Of four paths, of which each has four blocks of its own, which the other three do not see."""
-    paths = [[*tokens(8, 0), 4 + i, *tokens(31, 200 + 60 * i)] for i in range(4)]
+    """Of four paths, of which each has two blocks of its own, which the other three do not see."""
+    paths = [[*tokens(8, 0), 4 + i, *tokens(15, 200 + 60 * i)] for i in range(4)]
     for tree, path in zip(peak(paths, **options), peak(paths[:1], **options)):
         assert tree <= 1.1 * path
 
@@ -252,8 +252,8 @@ def test_memory_is_that_of_one_path(options):
 def test_pages_of_another_path_go_without_backward_too(options):
     """Forward alone, of a path whose many short nodes give its long leaf other blocks than the next path's leaf has."""
     stem = tokens(12, 0)
-    long = [*stem, *tokens(96, 100)]
-    paths = [long, *([*stem[:n], 91] for n in range(2, 12)), [stem[0], 92, *tokens(96, 300)]]
+    long = [*stem, *tokens(48, 100)]
+    paths = [long, *([*stem[:n], 91] for n in range(2, 12)), [stem[0], 92, *tokens(48, 300)]]
     for tree, path in zip(peak(paths, train=False, **options), peak([long], train=False, **options)):
         assert tree <= 1.1 * path
 
