@@ -81,17 +81,23 @@ def cells(command: str) -> list[Any] | str:
         return str(e)
 
 
-def plan(name: str, gpus: int, before: dict[str, Any]) -> dict[str, Any]:
-    """By kind of GPU: for each of `HOSTS` and each of `TRAINED` its cells. What was planned before stays."""
+def renewed(was: Any, command: str, again: bool) -> Any:
+    """Cells that were not known, or all of them `again`. What only a simulation refuses stays refused where nothing may
+    be simulated."""
+    if not again and (isinstance(was, str) or None not in was):
+        return was
+    now = cells(command)
+    return was if isinstance(was, str) and now == [None, None] else now
+
+
+def plan(name: str, gpus: int, before: dict[str, Any], again: bool = False) -> dict[str, Any]:
+    """By kind of GPU: for each of `HOSTS` and each of `TRAINED` its cells. What was planned stays, without `again`."""
     made = {}
     for gpu, rates in GPUS.items():
         commands = [COMMAND.format(model=name, gpu=gpu, gpus=gpus, host=host) for host in hosts(rates, gpus)]
         old = before.get(gpu) or [[[None]] * len(TRAINED)] * len(HOSTS)
         made[gpu] = [
-            [
-                was if isinstance(was, str) or None not in was else cells(command + how)
-                for was, how in zip(each, TRAINED.values())
-            ]
+            [renewed(was, command + how, again) for was, how in zip(each, TRAINED.values())]
             for each, command in zip(old, commands, strict=True)
         ]
     return made
@@ -115,7 +121,7 @@ def main() -> None:
     with fits.known_only() if args.known else nullcontext():
         for name, gpus in itertools.product(args.models, args.gpus):
             print(key := f"{name} on {gpus}", flush=True)
-            made = plan(name, gpus, {} if args.again else entries.get(key, {}))
+            made = plan(name, gpus, entries.get(key, {}), args.again)
             if any(one != [None, None] for each in made.values() for host in each for one in host):
                 entries[key] = made
                 write(entries, FILE)

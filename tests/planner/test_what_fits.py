@@ -50,6 +50,10 @@ def test_it_goes_on_and_keeps_what_is_there(monkeypatch, tmp_path):
     assert len(planned) == len(what_fits.HOSTS) * len(what_fits.TRAINED)
     what_fits.main()
     assert planned[6:] == planned[:2]  # the two whose chunks were not known; a refusal stays
+    monkeypatch.setattr("sys.argv", ["what_fits", "--models", SMALL, "--gpus", "8", "--again", "--known"])
+    what_fits.main()
+    kept = [one for host in json.loads(what_fits.FILE.read_text())[f"{SMALL} on 8"]["H100"] for one in host]
+    assert kept == [[None] * 2] * 2 + ["refused: why"] * 4  # which only a simulation finds
     monkeypatch.setattr(what_fits, "FILE", tmp_path / "other.json")
     what_fits.main()
     assert not what_fits.FILE.exists()  # nothing is known of it
