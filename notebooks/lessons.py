@@ -31,6 +31,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
+from multiprocessing import resource_tracker
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -306,6 +307,8 @@ def _rank(command: list[str], env: dict[str, str], log: str) -> NoReturn:
         processes.signal_with_parent(signal.SIGTERM)
         os.environ.clear()
         os.environ.update(env)
+        # a tracker of its own, as in a new process: this one's would warn of every semaphore that a rank leaves behind
+        vars(resource_tracker._resource_tracker).update(_fd=None, _pid=None)
         for descriptor in (1, 2):
             os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), descriptor)
         sys.argv = command[2:]
