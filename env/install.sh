@@ -110,7 +110,7 @@ elif [ "$device" = cpu ] && [ "$(uname -s)" = Linux ] && ! .venv/bin/python -c '
     say "torch may bring several GB of CUDA libraries that this machine cannot use;" \
         "TORCH_INDEX_URL avoids that (env/README.md)"
 fi
-install() { .venv/bin/python -m pip install --no-compile "$@"; }  # most of it is compiled at the end, on all cores
+install() { .venv/bin/python -m pip install --no-compile "$@"; }  # everything is compiled at the end, on all cores
 
 say "1/5 torch"
 install "torch==$torch" "${torch_from[@]}"
@@ -125,8 +125,7 @@ say "5/5 alstlib, and the notebooks' kernel"
 install -qq --no-deps --no-build-isolation -e .
 .venv/bin/python -m ipykernel install --sys-prefix --name python3 > /dev/null
 cp -R env/jupyter/. .venv/
-# What few imports need, a quarter of all the code, is compiled when it is imported; some files are for another Python.
-.venv/bin/python -m compileall -q -j 0 -x '/(tests?|testing|transformers/models|torch/_inductor)/' .venv/lib > /dev/null 2>&1 || true
+.venv/bin/python -m compileall -q -j 0 -x '/tests?/' .venv/lib > /dev/null 2>&1 || true  # some files are for another Python
 DS_ACCELERATOR=$device .venv/bin/python env/check.py "$lock" >&2 || fail "the environment is not what $lock says: run 'make clean', then again"
 touch "$stamp"
 say "done in $((SECONDS - start)) s"
