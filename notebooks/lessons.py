@@ -260,6 +260,7 @@ class _Forks:
         asked.close()
 
     def start(self, command: list[str], env: Mapping[str, str], log: Path) -> Any:
+        log.touch()
         pid = self._answer(0, command, dict(env), str(log))
 
         def kill() -> None:
@@ -275,7 +276,7 @@ class _Forks:
         return self.asks.recv()
 
     def end(self) -> None:
-        self.asks.close()
+        self.asks.send(None)
         os.waitpid(self.server, 0)
 
 
@@ -287,8 +288,8 @@ def _serve_forks(asked: Any) -> NoReturn:
     processes.signal_with_parent(signal.SIGTERM)
     codes: dict[int, int] = {}
     with suppress(EOFError):
-        while True:
-            pid, *rest = asked.recv()
+        while (one := asked.recv()) is not None:
+            pid, *rest = one
             if not pid:
                 if not (pid := os.fork()):
                     _rank(*rest)
@@ -315,6 +316,7 @@ def _rank(command: list[str], env: dict[str, str], log: str) -> NoReturn:
         spawn.main()
     except BaseException:
         traceback.print_exc()
+    sys.stdout.flush()
     os._exit(1)  # where it succeeds, it ends itself
 
 

@@ -315,8 +315,8 @@ def as_json(question: Question, best: Prediction | None, found: Prediction | Non
     made["limit"] = (question.beyond(best) if found.fits else found).reason
     length = found.seq_len if best else None
     with known_only(PATIENCE) as missed:
-        made["help"] = [one.to_dict() for one in question.advice()]
-        made["ways"] = [{**w.to_dict(), "limit": w.limit} for w in question.ways(length)]
+        for name, ones in (("help", question.advice()), ("ways", question.ways(length))):
+            made[name] = [{**one.to_dict(), "limit": one.limit} for one in ones]
         made["works_with"] = [] if found.fits else [one.to_dict() for one in question.remedies(length)]
     return {**made, "notes": [LATE] * bool(missed) + question.notes(found.seq_len), "options": not_default(run)}
 

@@ -18,7 +18,7 @@ from alstlib.planner.machine import Machine, machine_of, rates_known
 from alstlib.planner.model_shapes import Shape, read_shape
 from alstlib.planner.prediction import Prediction, first_beyond, longest, predict
 from alstlib.planner.question import Question, settings
-from alstlib.planner.rendering import as_text, named, table, verdict
+from alstlib.planner.rendering import as_text, named, table, verdict, writes
 
 CERTAIN = 1.1
 """A run is refused when it would take this many times what there is: the planner is right within a few percent."""
@@ -159,7 +159,8 @@ def outlook(run: RunConfig, gpus: int, nodes: int = 1) -> str:
         return f"not predicted: {e}"
     longest_fits = f"the longest that fits is {found.seq_len:,} tokens"
     said = longest_fits if run.search and found.fits else verdict(found, question.machine)
-    return f"{said}\n{textwrap.indent(as_text(table(found, question.machine, parts=False)), ' ' * 13)}"
+    shown = "\n".join([as_text(table(found, question.machine, parts=False)), writes(question, found)]).rstrip()
+    return f"{said}\n{textwrap.indent(shown, ' ' * 13)}"
 
 
 def largest(found: Prediction, where: str, machine: Machine) -> str:

@@ -212,12 +212,8 @@ def describe(question: Question, best: Prediction | None, found: Prediction | No
     found = found or question.at(question.shortest)
     yield f"\nAt {found.seq_len:,} tokens:\n"
     yield table(found, machine, None if best is None else question.speed(found))
-    if written := question.written(found):
-        days = question.days_of_disk(found)
-        life = f", which is at the end of its life after {days:,.0f} days of this training" if days else ""
-        needs = found.activations.disk and question.run.options.disk is None
-        takes = " Checkpoints go there with options.disk=FOLDER." if needs else ""
-        yield f"\nEach step writes {format_bytes(written)} to a node's disk{life}.{takes}"
+    if written := writes(question, found):
+        yield f"\n{written}"
     with known_only(PATIENCE) as missed:
         if question.preset == "ours" and not found.fits:
             yield from describe_remedies(question, found, nothing=best is None)
@@ -227,6 +223,17 @@ def describe(question: Question, best: Prediction | None, found: Prediction | No
             yield from describe_variants("Ways to run the model", question, ways, found.seq_len)
     notes = [LATE] * bool(missed) + question.notes(found.seq_len)
     yield from (f"\nNote: {note}" for note in notes)
+
+
+def writes(question: Question, found: Prediction) -> str:
+    """What a step writes to a disk; empty where it writes nothing."""
+    if not (written := question.written(found)):
+        return ""
+    days = question.days_of_disk(found)
+    life = f", which is at the end of its life after {days:,.0f} days of this training" if days else ""
+    needs = found.activations.disk and question.run.options.disk is None
+    takes = " Checkpoints go there with options.disk=FOLDER." if needs else ""
+    return f"Each step writes {format_bytes(written)} to a node's disk{life}.{takes}"
 
 
 def lacks(found: Prediction, machine: Machine) -> str:
@@ -245,7 +252,7 @@ def describe_variants(title: str, question: Question, ones: Sequence[Variant], l
     for one in ones:
         limit = limit_in_short(one.question.beyond(one.best)) if one.best else ""
         rows.append((*_reach(one.best), limit, _reach(one.at)[1], _named_with_settings(question, one)))
-    if rows:
+    if any(one.best for one in ones):
         yield f"\n{title}:\n"
         yield listed(head, rows, ["longest", "its step", head[3]])
 

@@ -95,7 +95,8 @@ def plan(name: str, gpus: int, before: dict[str, Any], again: bool = False) -> d
     made = {}
     for gpu, rates in GPUS.items():
         commands = [COMMAND.format(model=name, gpu=gpu, gpus=gpus, host=host) for host in hosts(rates, gpus)]
-        old = before.get(gpu) or [[[None]] * len(TRAINED)] * len(HOSTS)
+        old, none = before.get(gpu, ()), [[[None]] * len(TRAINED)] * len(HOSTS)
+        old = old if [*map(len, old)] == [*map(len, none)] else none
         made[gpu] = [
             [renewed(was, command + how, again) for was, how in zip(each, TRAINED.values())]
             for each, command in zip(old, commands, strict=True)

@@ -13,9 +13,9 @@ from quick_steps import quick  # noqa: F401
 from alstlib.base.config import PAPER_ROWS, ROWS, RunConfig, row_config
 from alstlib.base.options import Options
 from alstlib.base.sizing import kv_needed, kv_of, zero_bucket
-from alstlib.base.units import GIB
+from alstlib.base.units import GIB, format_bytes
 from alstlib.hf.memory_plan import MemoryPlan
-from alstlib.planner import devices
+from alstlib.planner import devices, preflight
 from alstlib.planner.gpus import label_bytes, rates_of
 from alstlib.planner.machine import Machine, Overheads, machine_of
 from alstlib.planner.model_shapes import read_shape
@@ -260,6 +260,13 @@ def test_each_pass_of_each_micro_batch_gathers_weights():
     away, far = OURS.replace(engine={"offload_params": True}), replace(EIGHT, rates=replace(EIGHT.rates, host=1e6))
     one, two = (waits(away.replace(optim={"accumulation": n}), far, 8000, copied=0) for n in (1, 2))
     assert two == pytest.approx(2 * one)
+
+
+def test_a_run_says_before_it_starts_what_it_writes(monkeypatch):
+    question = Question(EIGHT_B, IN_FILES, ONE)
+    found = question.at(50_000)
+    monkeypatch.setattr(preflight, "_expected", lambda *_, **__: (question, found))
+    assert f"Each step writes {format_bytes(found.written)} to a node's disk" in preflight.outlook(IN_FILES, 1)
 
 
 def test_the_disks_of_a_run(tmp_path, monkeypatch):

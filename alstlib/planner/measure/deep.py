@@ -182,6 +182,7 @@ class Deep:
 
         return replace(few, moments=moments, host_peak=deeper("host_peak"), wire_bytes=deeper("wire_bytes"))
 
+    @property
     def tiles(self) -> set[int]:
         """Sizes of the tiles that a step of the shallowest model asks for: kept outputs of attention add one."""
         if (known := self._tiles.get(kept := bool(self.run.options.save_attention))) is not None:
@@ -214,7 +215,7 @@ class Deep:
             return ((tokens,), tokens, tokens) if tokens < first else ((first, first + page), first, FARTHEST)
         if tokens == chunk:
             return (tokens,), tokens, tokens
-        tiles = self.tiles() | ({chunk} if chunk else set())
+        tiles = self.tiles | ({chunk} if chunk else set())
         low = max((tile for tile in tiles if tile <= tokens), default=0)
         high = min((tile for tile in tiles if tile > low), default=FARTHEST)
         if tokens < LEAST or tokens < min(2 * low, SHORT):
