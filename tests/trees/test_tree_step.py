@@ -43,7 +43,7 @@ TREES = {
     "a star": [[*tokens(7, 0), 4 + i, *tokens(2 + 2 * i, 40 + i)] for i in range(3)],
     "one token shared": [[5, *tokens(6, i)] for i in (10, 30, 50)],
     "nothing shared": [tokens(6, 0), tokens(9, 100)],
-    "depth 5": grown(8, 4, 3)[:5],
+    "depth 5": grown(8, 4, 3)[:5],  # branches after 2, 4, 6 and 7 tokens
 }
 
 
