@@ -114,7 +114,8 @@ def follow(draw: Callable[..., Any], **controls: tuple[Sequence[Any], Any]) -> A
         if figure is not None:
             says = html.escape(", ".join(f"{name} {_label(control.value)}" for name, control in made.items()))
             alt = f"figure for {says}" + ("; its numbers are in the table below" if table else "")
-            table = f'<img alt="{alt}" style="max-width: 100%" src="{plots.data_uri(figure, 100)}">{table}'
+            image = f'<img alt="{alt}" style="max-width: 100%" src="{plots.data_uri(figure, 100)}">'
+            table = f"<div>{image}</div>{table}"  # the text below it, and not beside it
         shown.value = table
 
     for control in made.values():
