@@ -25,16 +25,14 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from multiprocessing import resource_tracker
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 import nbformat
 from jupyter_client.provisioning import local_provisioner
@@ -237,88 +235,9 @@ def _kernel(arguments: list[str], env: dict[str, str], cwd: str, log: str) -> No
     os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), 2)
     from ipykernel.kernelapp import IPKernelApp
 
-    from alstlib.runs import spawn
-
-    forks = _Forks()
-    spawn.start = forks.start
     IPKernelApp.launch_instance(argv=[*arguments, f"--IPKernelApp.parent_handle={os.getppid()}"])
-    forks.end()
     used = _processor_seconds(resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     (Path(env["IPYTHONDIR"]) / "used").write_text(str(used))
-
-
-class _Forks:
-    """Starts the ranks of a kernel's `run_on_ranks`, as `alstlib.runs.processes.start` does, but forked from a process
-    that was itself forked from the kernel before this had threads: 51 s of processor time less in lessons 03, 04, 08
-    and the ninety minutes, whose ranks imported everything anew."""
-
-    def __init__(self) -> None:
-        self.asks, asked = multiprocessing.Pipe()
-        self.server = os.fork()
-        if not self.server:
-            self.asks.close()
-            _serve_forks(asked)
-        asked.close()
-
-    def start(self, command: list[str], env: Mapping[str, str], log: Path) -> Any:
-        log.touch()
-        pid = self._answer(0, command, dict(env), str(log))
-
-        def kill() -> None:
-            os.kill(pid, signal.SIGKILL)
-
-        def wait(*_: float) -> int:
-            return self._answer(pid, 0)
-
-        return SimpleNamespace(poll=lambda: self._answer(pid, os.WNOHANG), wait=wait, terminate=kill, kill=kill)
-
-    def _answer(self, *asked: Any) -> Any:
-        self.asks.send(asked)
-        return self.asks.recv()
-
-    def end(self) -> None:
-        self.asks.send(None)
-        os.waitpid(self.server, 0)
-
-
-def _serve_forks(asked: Any) -> NoReturn:
-    """Fork a rank where none is named, else say with which code it ended, until the kernel ends."""
-    from alstlib.runs import processes
-
-    os.setsid()  # the kernel ends what is in its group before it ends, and then waits for it
-    processes.signal_with_parent(signal.SIGTERM)
-    codes: dict[int, int] = {}
-    with suppress(EOFError):
-        while (one := asked.recv()) is not None:
-            pid, *rest = one
-            if not pid:
-                if not (pid := os.fork()):
-                    _rank(*rest)
-                asked.send(pid)
-                continue
-            if pid not in codes and (ended := os.waitpid(pid, *rest))[0]:
-                codes[pid] = os.waitstatus_to_exitcode(ended[1])
-            asked.send(codes.get(pid))
-    os._exit(0)
-
-
-def _rank(command: list[str], env: dict[str, str], log: str) -> NoReturn:
-    from alstlib.runs import processes, spawn
-
-    try:
-        processes.signal_with_parent(signal.SIGTERM)
-        os.environ.clear()
-        os.environ.update(env)
-        # a tracker of its own, as in a new process: this one's would warn of every semaphore that a rank leaves behind
-        vars(resource_tracker._resource_tracker).update(_fd=None, _pid=None)
-        for descriptor in (1, 2):
-            os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), descriptor)
-        sys.argv = command[2:]
-        spawn.main()
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    os._exit(1)  # where it succeeds, it ends itself
 
 
 def fork_kernels(root: Path, imported: list[str]) -> None:

@@ -131,16 +131,17 @@ def test_the_first_steps_answer_on_a_cpu_too(tmp_path):
     program(tmp_path / "nvidia-smi", "echo 'GPU 0: NVIDIA H100 80GB HBM3, 81559 MiB, 570.00'")
     env = {**os.environ, "PYTHON": sys.executable, "PATH": f"{tmp_path}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     out = tmp_path / "out"
-    command = [str(ROOT / "env" / "gpu.sh"), str(out), "--dry-run", *gpu.FIRST[:2], "gpu-memory/host"]
+    command = [str(ROOT / "env" / "gpu.sh"), str(out), "--dry-run", *gpu.FIRST]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=800)
     page = (out / "page.md").read_text()
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "3 of 3 steps as expected, 0 not run." in page
+    assert "4 of 4 steps as expected, 0 not run." in page
     found = {path.parent.name: json.loads(path.read_text())["metrics"] for path in out.rglob("result.json")}
     gradients = found["4K"]["gradients"]
     assert {one["result"] for one in gradients.values()} == {"exact"}
     assert gradients["float32"]["gradient"] < 1e-5
     assert f"gradients.bfloat16.times_plain {gpu.shown(gradients['bfloat16']['times_plain'])}" in page
-    assert abs(found["host"]["predicted"]["allocated_percent"]) < 10
+    for row in ("device", "host"):
+        assert abs(found[row]["predicted"]["allocated_percent"]) < 10
     assert "There are no copies on a side stream" in page.partition("## gpu-timeline/64K")[2]
     assert all(line in done.stdout for line in found["64K"]["page"])

@@ -26,8 +26,8 @@ CASES = [
     (model, sp, kernel, way)
     for model, sp, kernel, ways in values_of("""
 llama-3.1-8b            -> 8  -> cudnn     -> all
-llama-3.1-8b            -> 32 -> cudnn     -> [whole, "chunks, host"]
-Qwen/Qwen2.5-7B         -> 8  -> cudnn     -> [whole, "chunks, host"]
+llama-3.1-8b            -> 32 -> cudnn     -> few
+Qwen/Qwen2.5-7B         -> 8  -> cudnn     -> few
 llama-3.1-8b            -> 1  -> cudnn     -> few
 google/gemma-2-9b       -> 1  -> blockwise -> ["chunks, async"]
 google/gemma-2-9b       -> 8  -> blockwise -> ["whole, sync, attention kept", "chunks, host"]

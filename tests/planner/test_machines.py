@@ -6,7 +6,7 @@ import pytest
 from cases import check_refused, lines_of
 from quick_steps import asked, quick  # noqa: F401
 
-from alstlib.planner import command
+from alstlib.planner import command, progress
 from alstlib.planner.gpus import GPUS, OTHER_NAMES, label_bytes, rates_named, rates_of
 from alstlib.planner.question import NEEDED
 
@@ -66,9 +66,11 @@ def test_rates_are_below_the_data_sheets():
         assert rates.usable < label_bytes("200GB")
 
 
-def test_the_smallest_machines_that_hold_a_length(plan, alst):
+def test_the_smallest_machines_that_hold_a_length(plan, alst, monkeypatch):
     """One line for each GPU; half of them do not hold it, whatever the settings, and the whole machine does."""
+    monkeypatch.setattr(progress, "EVERY", 0)
     shown, made = plan("--seq-len 2M")
+    assert re.findall("(?m)^alst: kinds of GPU: (\\d+) of", shown)[-1] == str(len(GPUS))
     assert [one["gpu"] for one in made["machines"]] == [*GPUS]
     request = asked("--seq-len 2M")
     for one in made["machines"]:
