@@ -95,9 +95,13 @@ FP32_ON_DISK = (
 """Why weights in fp32 stay in memory."""
 
 
+LEAST_BUCKET = 1_000_000
+"""Elements of ZeRO's buckets for models of less than 16M weights, of which they hold a large part."""
+
+
 def zero_bucket(parameters: int) -> int:
     """Elements of ZeRO's buckets as our runs set them: a sixteenth of the model, between 1M and 200M."""
-    return max(1_000_000, min(200_000_000, parameters // 16))
+    return max(LEAST_BUCKET, min(200_000_000, parameters // 16))
 
 
 def sdpa_kernel(device: str, element_bytes: int, width: int, softcap: bool = False, capability: int = 9) -> str:

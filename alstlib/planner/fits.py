@@ -42,6 +42,8 @@ REFERENCE = Path(__file__).resolve().parents[2] / "papermill_runs/referee/refere
 """Simulates the stack of the `paper`."""
 KERNEL = "#kernel"
 """Marks a moment within attention's backward."""
+FORWARD = "#forward"
+"""Marks a moment of the first forward, of a small model: an engine holds more of its weights then than in backward."""
 
 
 def in_layer(place: str) -> bool:
@@ -69,11 +71,13 @@ class Moment:
     """Whether it is in attention's backward, where a GPU's kernel has a workspace of its own."""
     line: Mapping[str, tuple[float, float]]
     """Bytes of each category without any tokens, and for each row."""
+    forward: bool = False
+    """Whether it is in the first forward of a small model (`FORWARD`)."""
 
     @property
     def part(self) -> str:
-        """Where in the model it is: `part_of` the place, or `attention`."""
-        return "attention" if self.kernel else part_of(self.place)
+        """When and where in the model it is: `forward`, `attention` (its backward), or `part_of` the place."""
+        return "forward" if self.forward else "attention" if self.kernel else part_of(self.place)
 
     def at(self, tokens: float) -> dict[str, float]:
         return {name: max(0.0, base + each * tokens) for name, (base, each) in self.line.items()}

@@ -47,13 +47,13 @@ class States:
     device: dict[str, int]
     host: dict[str, int]
     others: dict[str, dict[str, int]]
-    """The entries of another size when memory peaks in a layer's attention or MLP (`attention`, `mlp`) or outside the
-    layers (`outside`)."""
+    """The entries of another size when memory peaks in a layer's attention or MLP (`attention`, `mlp`), outside the
+    layers (`outside`) or in forward (`forward`)."""
     disk: dict[str, int] = field(default_factory=dict)
     """What is in files."""
 
     def at(self, part: str) -> dict[str, int]:
-        """The device's, while memory peaks in this part of the model: `layer`, `attention`, `mlp` or `outside`."""
+        """The device's, while memory peaks in this part of a step: `layer`, `attention`, `mlp`, `outside`, `forward`."""
         found = {**self.device, **self.others.get(part, {})}
         return {name: nbytes for name, nbytes in found.items() if nbytes}
 
@@ -73,9 +73,8 @@ def model_states(
     gathered. DeepSpeed gathers weights ahead until two buckets of them are there (`stage3_max_live_parameters`), the
     last tensor counted whole, and keeps those that it will use again within two buckets
     (`stage3_max_reuse_distance`): a model of less than two buckets stays gathered from the first layer on. In forward,
-    the buffer in which weights arrived is held until the last of them is used: a bucket more, beside fewer activations,
-    which is not counted. It shows where a bucket is most of a layer's memory: `ours` of `ablation-quick`
-    takes 17.15 MiB where 15.92 are predicted.
+    the buffer in which weights arrived is held until the last of them is used: a bucket more, beside fewer activations.
+    It shows where a bucket is most of a layer's memory, in models of less than 16M weights.
 
     Where a layer and the embedding are more than two buckets, nothing is gathered ahead, and these are what is there:
     the head is still gathered when the last layer's backward runs, where memory peaks while checkpoints lie on the
@@ -154,9 +153,11 @@ def model_states(
     disk = {WEIGHTS: weights if leave and paged else 0, OPTIMIZER: 12 * part * filed, GRADIENTS: 4 * part * filed}
     head = max(element * sizes.embedding, live if ahead else 0)
     early = needed + buffer if alike and not ahead else gathered
+    arriving = ahead and run.engine.prefetch and device[GATHERED]
     others = {
         "attention": {GATHERED: min(device[GATHERED], whole - buffer), COPIES: copies + leaving} if copied else {},
         "mlp": {GATHERED: min(device[GATHERED], early)},
+        "forward": {GATHERED: min(whole, live) + min(whole, buffer), COPIES: 0} if arriving else {},
         "outside": {GATHERED: min(device[GATHERED], head), COPIES: 0},  # gradients are reduced from the head's on
     }
     device, host, disk = ({n: b for n, b in of.items() if b} for of in (device, host, disk))

@@ -21,7 +21,7 @@ from alstlib.hf.loading.models import share_of_token, windows_of
 from alstlib.hf.support import check_model
 from alstlib.linear.adapters import adapter_of, mixers_of
 from alstlib.linear.ways import StateLayer
-from alstlib.planner.fits import KERNEL, REFERENCE, Moment, StepQuestion
+from alstlib.planner.fits import FORWARD, KERNEL, REFERENCE, Moment, StepQuestion
 from alstlib.planner.measure.deep import PROBE, Deep
 from alstlib.planner.measure.scope import ATTENTION, STATES, category
 from alstlib.planner.measure.simulate import whole_model
@@ -89,7 +89,8 @@ def span(question: StepQuestion, tokens: int) -> dict[str, Any]:
     for key, here in first.moments.items():
         if (there := then.moments.get(key)) is not None:
             of = {n: line(here.get(n, 0), there.get(n, 0)) for n in sorted({*here, *there})}
-            one = Moment(key.partition("|")[0].removesuffix(KERNEL), KERNEL in key, of)
+            place = key.partition("|")[0].removesuffix(KERNEL).removesuffix(FORWARD)
+            one = Moment(place, KERNEL in key, of, FORWARD in key)
             base, slope = (sum(numbers) for numbers in zip((0.0, 0.0), *of.values()))
             parts[one.part].append((base + low * slope, slope, key, one))
     kept = []
@@ -98,7 +99,7 @@ def span(question: StepQuestion, tokens: int) -> dict[str, Any]:
         for _, slope, _, one in sorted(moments, reverse=True, key=lambda moment: moment[:3]):
             if slope > steepest:
                 steepest = slope
-                kept.append([one.place, one.kernel, one.line])
+                kept.append([one.place, one.kernel, one.line, *[True] * one.forward])
     return {"from": low, "to": high, "host": line(first.host_peak, then.host_peak), "moments": kept}
 
 

@@ -29,7 +29,8 @@ from torch import nn
 from alstlib.base.config import RunConfig
 from alstlib.base.options import TiledPart
 from alstlib.base.sizing import TileRule, page_keys, tile_for
-from alstlib.planner.measure.simulate import Simulated, decoder_layers, layer_of, roomy, run_model, whole_model
+from alstlib.planner.fits import FORWARD
+from alstlib.planner.measure.simulate import Simulated, decoder_layers, layer_of, roomy, run_model, small, whole_model
 from alstlib.planner.measure.small import LAYERS
 from alstlib.planner.progress import watched
 
@@ -245,6 +246,8 @@ class Deep:
 
         moments = {named(key): at for key, at in found.moments.items()}
         kept = {key: at for key, at in moments.items() if layer_of(key, self.chosen[0]) in self.chosen}
+        if not small(self.model):  # as a shallow one may be
+            kept = {key: at for key, at in kept.items() if FORWARD not in key}
         return replace(found, moments=kept)
 
     def _with(self, which: Sequence[int]) -> Any:

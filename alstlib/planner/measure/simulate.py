@@ -28,13 +28,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 import alstlib
 from alstlib.base.config import RunConfig
 from alstlib.base.mesh import join_fake
-from alstlib.base.sizing import TileRule, as_on, tiles_of
+from alstlib.base.sizing import LEAST_BUCKET, TileRule, as_on, tiles_of, zero_bucket
 from alstlib.hf import attach
 from alstlib.hf.loading.models import load_model
 from alstlib.hf.vision import tower_modules
 from alstlib.kernels import blockwise
 from alstlib.linear.ways import StateLayer
-from alstlib.planner.fits import KERNEL
+from alstlib.planner.fits import FORWARD, KERNEL, in_layer
 from alstlib.planner.measure.fused_states import fused_states
 from alstlib.planner.measure.ledger import Ledger, _CpuInstrument
 from alstlib.planner.measure.scope import CHECKPOINTS, EXCHANGE, ROOT, Places, category
@@ -196,6 +196,11 @@ ENDS = 2
 """Tiles and blocks that are run at each end: the second one meets what the first one leaves."""
 
 
+def small(model: nn.Module) -> bool:
+    """Whether what an engine gathers ahead is a large part of the model, so that forward may take the most."""
+    return zero_bucket(sum(p.numel() for p in model.parameters())) == LEAST_BUCKET
+
+
 def roomy(run: RunConfig) -> RunConfig:
     return run.replace(options={"host_memory": PLENTY if run.options.host_memory is None else run.options.host_memory})
 
@@ -224,17 +229,21 @@ INDICES = "aten.cat.default"
 
 
 class _Recorder(_CpuInstrument):
-    """Keeps what is alive where memory stops growing for a while, and after each attention's backward."""
+    """Keeps what is alive where memory stops growing for a while, and after each attention's backward; while it is
+    `forward`, that in a layer once more."""
 
     def __init__(self, budget: int | None, record: bool) -> None:
         super().__init__(budget, record)
         self.moments: dict[str, tuple[int, dict[str, int]]] = {}
         self.rising = ""
         self.fake = detect_fake_mode() is not None
+        self.forward = False
 
     def note(self, key: str) -> None:
         if self.bytes > self.moments.get(key, (0,))[0]:
             self.moments[key] = (self.bytes, dict(self.places))
+        if self.forward and in_layer(key) and FORWARD not in key:
+            self.note(key.replace("|", f"{FORWARD}|", 1))
 
     def see(self, tensor: torch.Tensor, operation: str = "") -> None:
         if self.fake and operation == INDICES and not isinstance(tensor, FakeTensor):
@@ -264,7 +273,11 @@ def step(run: RunConfig, model: Any, handle: alstlib.Handle, ctx: alstlib.SPCont
     batch = shard_of(ctx, run.data.seq_len // ctx.sp)
     sent = handle.wire_bytes
     with recorded(model, handle) as (ledger, start):
-        alstlib.causal_lm_loss(model, batch).loss.backward()
+        recorder: Any = ledger._cpu
+        recorder.forward = small(model)
+        loss = alstlib.causal_lm_loss(model, batch).loss
+        recorder.forward = False
+        loss.backward()
     return Simulated(
         moments_of(ledger, start), handle.store.peak_nbytes, handle.wire_bytes - sent, handle.attention.backend_name,
         tuple(handle.recurrences),
