@@ -53,7 +53,7 @@ class States:
     """What is in files."""
 
     def at(self, part: str) -> dict[str, int]:
-        """The device's, while memory peaks in this part of a step: `layer`, `attention`, `mlp`, `outside`, `forward`."""
+        """The device's, while memory peaks in this part: `layer`, `attention`, `mlp`, `outside`, `forward`."""
         found = {**self.device, **self.others.get(part, {})}
         return {name: nbytes for name, nbytes in found.items() if nbytes}
 
