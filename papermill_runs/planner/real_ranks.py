@@ -28,9 +28,10 @@ def main() -> None:
         machine = Machine(gpus=world, per_node=world, gpu_memory=run.limits.device_memory, device="cpu")
         planned = foretell(run, machine, metrics["seq_len"])[1]
         device, host = max(metrics["device_peak_bytes"]), max(metrics["host_peak_bytes"])
+        on_host = f"{planned.host_peak / host - 1:>8.1%}" if host else ""
         print(
             f"{path.parent.relative_to(RESULTS)!s:46}{format_bytes(device):>12}{format_bytes(planned.device_peak):>12}"
-            f"{planned.device_peak / device - 1:>8.1%}{format_bytes(host):>12}{planned.host_peak / host - 1:>8.1%}",
+            f"{planned.device_peak / device - 1:>8.1%}{format_bytes(host):>12}{on_host}",
             flush=True,
         )
 
