@@ -136,7 +136,7 @@ def model_states(
         GATHERED: min(whole, gathered) if stage == 3 and not alone and not sizes.packed else 0,
         GRADIENTS: gradients if not away else largest + {1: element * trained, 2: largest}.get(stage, 0),
         OPTIMIZER: 0 if away else optimizer,
-        BUCKETS: buffer if world > 1 or stage else 0,  # stages 1 and 2 fill it on a single rank too
+        BUCKETS: buffer if stage else 0,  # stages 1 and 2 fill it on a single rank too; stage 0 after backward
         COPIES: (0 if ours else copies) + leaving,
     }
     whole_layers = run.options.chunk is None and run.block is None

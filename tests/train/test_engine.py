@@ -202,8 +202,9 @@ def test_the_configuration_says_what_the_run_says():
     assert not {"offload_param", "offload_optimizer", prefetch} & set(plain)
 
 
-def test_states_in_files_are_configured(tmp_path):
+def test_states_in_files_are_configured(tmp_path, monkeypatch):
     """In pieces that take little of the host."""
+    monkeypatch.setattr(OPERATOR, "is_compatible", lambda self, verbose=False: True)
     found = alstlib.zero_config(make_model(), nvme_path=tmp_path, offload_optimizer="nvme")["zero_optimization"]
     assert found["offload_optimizer"] == {"device": "nvme", "nvme_path": str(tmp_path), "pin_memory": False}
     assert (found["stage"], found["sub_group_size"], "offload_param" in found) == (3, ON_DISK, False)
