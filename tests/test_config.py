@@ -186,6 +186,9 @@ def test_changes():
     run = RunConfig.from_dict({"options": {"chunk": 64, "tiles": 32}, "model": {"config": {"vocab_size": 300}}})
     assert run.replace(options={"chunk": 128}).options == Options(chunk=128, tiles=32)
     assert run.replace(**{"options.tiles.mlp": False}).options.tiles == {"mlp": False, "loss": 32, "norm": 32}
+    entry = run.replace(**{"model.config.head_dim": 8, "model.lora.r": 4})
+    assert (entry.model.config, entry.model.lora) == ({"vocab_size": 300, "head_dim": 8}, {"r": 4})
+    check_refused("data.seq_len", run.replace, **{"data.seq_len.x": 3})
     assert run.replace(options={"tiles": {"mlp": 8}}).options.tiles == {"mlp": 8}
     assert run.replace(options=Options(chunk=4)).options == Options(chunk=4)
     assert run.replace(options="plain").options == Options.plain()

@@ -346,8 +346,8 @@ class RunConfig(Settings):
 
     def replace(self, **changes: Any) -> RunConfig:
         """The config with other values in some fields: a mapping changes the fields of a group that it names, a name
-        with a dot one field (`**{"data.seq_len": 4096}`, also `"options.tiles.mlp"`), and a group takes the place of
-        the whole group."""
+        with a dot one field (`**{"data.seq_len": 4096}`, also `"options.tiles.mlp"`, and an entry of a mapping:
+        `"model.config.num_hidden_layers"`), and a group takes the place of the whole group."""
         return RunConfig(**merged(self.to_dict(), changes))
 
     def digest(self, salt: str = "") -> str:
@@ -383,6 +383,10 @@ def merged(base: Record, changes: Record) -> Json:
             tiles = within.get("tiles", Options().tiles)
             each = tiles if isinstance(tiles, Mapping) else dict.fromkeys(typing.get_args(TiledPart), tiles)
             inside, value = "tiles", {**each, inside.removeprefix("tiles."): value}
+        inside, _, entry = inside.partition(".")
+        if entry:  # of a mapping, such as `model.lora.r`
+            own = within.get(inside)
+            value = {**(own if isinstance(own, Mapping) else {}), entry: value}
         if inside:
             value = {inside: value}
         made[group] = {**within, **value} if group in GROUPS and isinstance(value, Mapping) else value
