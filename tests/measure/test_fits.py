@@ -62,9 +62,11 @@ def test_any_model_is_planned(kind, layers, fields, tmp_path):
 @pytest.mark.parametrize("options, lengths, exact", [
     ({"tiles": {"mlp": 128, "loss": 64, "norm": 64}}, (200, 1777), 0.005),
     ({"chunk": 256, "on_host": "hidden"}, (2 * 256, 7 * 256), 0.02),
-], ids=["tiles", "chunks"])  # fmt: skip
-def test_lines_meet_whole_steps_between_two_tiles_and_from_four_chunks_on(options, lengths, exact):
-    """One span serves all lengths between two sizes of a tile, however many layers there are."""
+    ({"chunk": 1024, "on_host": "hidden+kv"}, (1100, 1990, 2048, 3000), 1e-6),
+], ids=["tiles", "chunks", "few chunks"])  # fmt: skip
+def test_lines_meet_whole_steps_between_two_tiles_and_in_chunks(options, lengths, exact):
+    """One span serves all lengths between two sizes of a tile, however many layers there are; and between two numbers
+    of chunks."""
     run = run_of("tiny", **options)
     for rows in lengths:
         lines = lines_at(StepQuestion(run, 2, "cuda", 9), rows).moments
@@ -109,8 +111,9 @@ def test_an_answer_does_not_depend_on_what_was_asked_before():
 
 
 def test_a_line_for_one_chunk_says_nothing_of_two():
-    deep = Deep(run_of("tiny", chunk=256, on_host="hidden"), 1)
-    assert deep.lengths(256) == ((256,), 256, 256)
+    deep = Deep(run_of("tiny", chunk=1024, on_host="hidden"), 1)
+    assert deep.lengths(1024) == ((1024,), 1024, 1024)
+    assert deep.lengths(1900) == ((1280, 1792), 1025, 2047)
 
 
 def test_a_second_answer_simulates_nothing(cache, monkeypatch, capsys):

@@ -37,7 +37,8 @@ from alstlib.planner.progress import watched
 LEAST = 64
 """Rows below which the blocks of kernels show: such steps are simulated at their length."""
 SHORT = 1024
-"""Rows below which a second tile that is shorter is simulated at its length too: it shows, and takes no time."""
+"""Rows below which a second tile or a chunk that is shorter is simulated at its length too: it shows, and takes no
+time."""
 PROBE = 512
 """Rows of a step that shows which tiles there are."""
 FARTHEST = 2**50
@@ -206,14 +207,19 @@ class Deep:
         """(lengths to simulate, from, to): the tokens whose memory is a line through these lengths, with `tokens` among
         them; one length where it holds for itself alone.
 
-        In chunks it is one from four chunks on, and else between two sizes of a tile, from twice the smaller one
-        on; a single chunk is its own.
+        In chunks it is one from four chunks on, and before that between two numbers of whole chunks, which are their
+        own; else between two sizes of a tile, from twice the smaller one on.
         """
         chunk = self.run.chunk
         if chunk is not None and tokens > chunk:
             page = page_keys(chunk * self.ranks, 2**40) // self.ranks
             first = page * max(3, 4 * chunk // page)
-            return ((tokens,), tokens, tokens) if tokens < first else ((first, first + page), first, FARTHEST)
+            if tokens >= first:
+                return (first, first + page), first, FARTHEST
+            whole = tokens // chunk * chunk
+            if chunk >= SHORT and tokens > whole:
+                return (whole + chunk // 4, whole + 3 * chunk // 4), whole + 1, whole + chunk - 1
+            return (tokens,), tokens, tokens
         if tokens == chunk:
             return (tokens,), tokens, tokens
         tiles = self.tiles | ({chunk} if chunk else set())
