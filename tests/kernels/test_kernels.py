@@ -9,8 +9,8 @@ from typing import get_args
 import pytest
 import torch
 import yaml
-from cases import check_refused, lines_of
-from operators import EXACT, attend, error_of, exchanged, leaf, randn, worst
+from cases import check_refused, lines_of, same
+from operators import EXACT, attend, error_of, exchanged, leaf, peaks, randn, worst
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -20,7 +20,6 @@ from alstlib.kernels import attention
 from alstlib.kernels.backends import BACKENDS, PACKAGES, choose_backend
 from alstlib.kernels.paged import HeadPart, sinks_backward
 from alstlib.kernels.rule import Rule
-from alstlib.planner.measure.ledger import Ledger
 from alstlib.ulysses.attention import delta_of
 
 pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
@@ -81,15 +80,14 @@ def check(
     # where queries see one key, dq and dk are zero: differences of equal numbers, which are as large as dv
     assert worst(got, want, [w if w.any() else 1000 * want[4] for w in want]) < (tolerance or EXACT[dtype])
     assert {t.dtype for t in (got[0], *got[2:5])} == {dtype}
-    assert all(torch.equal(a, b) for a, b in zip(tensors, before)), "an input was changed"
+    assert same(tensors, before), "an input was changed"
 
 
 def test_heads_whose_numbers_do_not_lie_side_by_side():
     """As after a convolution, which has tokens last."""
     tensors = [randn(1, 2, 8, 8, seed=i, dtype=torch.float64) for i in range(4)]
     strided = [t.mT.contiguous().mT for t in tensors]
-    want, got = (attend(BACKENDS["cpu"], each, Rule(0.3)) for each in (tensors, strided))
-    assert all(torch.equal(a, b) for a, b in zip(got, want))
+    assert same(*(attend(BACKENDS["cpu"], each, Rule(0.3)) for each in (tensors, strided)))
 
 
 @pytest.mark.parametrize(
@@ -169,10 +167,8 @@ def test_scores_of_hundreds_do_not_overflow(name):
 def test_nothing_of_sequence_times_sequence(name):
     """The oracle shows that the reading can fail: it makes the scores."""
     tensors = make((1, 1, 1, 1024, 8, None), torch.float32)
-    with Ledger() as ledger:
-        start = ledger.device_bytes
-        run(name, tensors, 0.3, [0, 100, 1024])
-        assert (ledger.device_peak - start > 4 * 900 * 900) == (name == "eager")
+    taken, _ = peaks(lambda: run(name, tensors, 0.3, [0, 100, 1024])[0])
+    assert (taken > 4 * 900 * 900) == (name == "eager")
 
 
 @pytest.mark.parametrize("documents", [[1, 26], [0, 25], [0, 27], [0, 20, 10, 26], [0], []], ids=str)
