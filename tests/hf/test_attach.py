@@ -32,6 +32,7 @@ from cases import (
     slopes,
     step,
     train,
+    with_lora,
     worst_error,
 )
 from operators import counted, error_of
@@ -244,14 +245,13 @@ def test_a_composite_config_is_saved_as_it_was(tmp_path):
 # ----- what is sent
 
 
-def exchanges(rank, world, save_attention):
-    """Collectives of a training step on this rank."""
+def exchanges(rank, world, save_attention, per_layer):
     model, data = make_model(), shard_batch(SAMPLE, world, rank)
     with attach(model, SPContext.create(world), **{**ALL_ON, "save_attention": save_attention}):
         train(model, data)  # asks for host memory
         with counted(dist, "all_to_all_single", "all_to_all", "all_gather", "all_reduce") as count:
             train(model, data)
-    return count
+    assert count == {"all_to_all_single": 2 * per_layer, "all_reduce": 3}
 
 
 @pytest.mark.parametrize("save_attention, per_layer", [(True, 5), (False, 6)])
@@ -260,7 +260,7 @@ def test_few_exchanges(ranks2, save_attention, per_layer):
     three reductions of numbers: whether all ranks make the same call, what all ranks' hosts have room for (samples
     differ from step to step, so that both are agreed in each), and the loss. Their bytes, in chunks of rows too, are in
     tests/referee/test_peers.py."""
-    assert ranks2(exchanges, save_attention) == [{"all_to_all_single": 2 * per_layer, "all_reduce": 3}] * 2
+    ranks2(exchanges, save_attention, per_layer)
 
 
 # ----- dropout
@@ -341,10 +341,7 @@ def test_the_mlp_of_a_hybrid_without_experts_is_tiled():
 # ----- LoRA
 
 
-def lora(model, targets=("q_proj", "gate_proj", "down_proj"), **more):
-    torch.manual_seed(3)
-    config = peft.LoraConfig(r=4, target_modules=list(targets), init_lora_weights=False, **more)
-    return peft.get_peft_model(model, config)
+lora = functools.partial(with_lora, targets=["q_proj", "gate_proj", "down_proj"])
 
 
 @pytest.mark.parametrize(
