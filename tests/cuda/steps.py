@@ -4,6 +4,7 @@ import contextlib
 
 import torch
 import zoo
+from cases import attach, train
 from fake import fake_cuda
 from torch import Tensor
 
@@ -28,14 +29,12 @@ class Steps:
         if documents is not None:
             batch["cu_seqlens"] = list(documents)
         if block is not None:
-            return alstlib.block_step(self.model, batch, block).loss
-        if logps:
+            alstlib.block_step(self.model, batch, block)
+        elif logps:
             made = alstlib.token_logps(self.model, batch, statistics=True)
-            loss = alstlib.sequence_logps(made.logps, batch, self.ctx).sum()
+            alstlib.sequence_logps(made.logps, batch, self.ctx).sum().backward()
         else:
-            loss = alstlib.causal_lm_loss(self.model, batch).loss
-        loss.backward()
-        return loss
+            train(self.model, batch)
 
 
 def build(name, layers):
@@ -66,9 +65,7 @@ def steps(name, rows, sp=1, layers=2, kept=None, **options):
     budget = 2**50 if kept is None else layers * row + int(kept * layers) * output
     with contextlib.ExitStack() as stack:
         ctx = stack.enter_context(fake_ranks(sp))
-        attached = alstlib.Options(host_memory=budget, **{**options, "attention": "sdpa"})
-        handle = stack.enter_context(alstlib.apply(model, ctx, attached))
-        handle.attention.attention = options.get("attention", "sdpa")
+        handle = stack.enter_context(attach(model, ctx, host_memory=budget, attention="sdpa", **options))
         watch = stack.enter_context(fake_cuda())
         stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, before)
         torch.__future__.set_overwrite_module_params_on_conversion(True)  # weights become those of another device
