@@ -178,30 +178,49 @@ def test_bad_documents(documents):
 
 
 CHOICES = """
-sdpa      |  0 | float32  |  64 |      | cpu
-eager     |  0 | float64  |  64 |      | eager
-auto      |  0 | float32  | 128 | cute | cpu
-fast      |  0 | bfloat16 |  64 |      | attention='fast' is unknown; known: sdpa, auto, cpu, cudnn
-cudnn     |  0 | bfloat16 |  64 |      | 'cudnn' does not run on cpu; attention='sdpa'
-flash     |  0 | bfloat16 |  64 |      | 'flash' does not run on cpu; attention='sdpa'
-efficient |  0 | bfloat16 |  64 |      | 'efficient' does not run on cpu; attention='sdpa'
-cpu       |  9 | bfloat16 |  64 |      | 'cpu' does not run on cuda
-sdpa      |  9 | bfloat16 | 128 |      | cudnn
-sdpa      |  9 | bfloat16 | 256 |      | cudnn
-sdpa      | 10 | bfloat16 | 136 |      | flash
-sdpa      |  8 | bfloat16 | 256 |      | flash
-sdpa      |  9 | bfloat16 | 252 |      | flash
-sdpa      | 12 | bfloat16 | 256 |      | flash
-sdpa      |  9 | bfloat16 |  36 |      | flash
-sdpa      |  9 | float32  | 128 |      | efficient
-sdpa      |  9 | bfloat16 | 512 |      | efficient
-sdpa      |  9 | float64  |  64 |      | blockwise
-auto      |  9 | bfloat16 | 512 |      | efficient
-auto      |  9 | bfloat16 | 128 | cute | flash_attention_4
+sdpa      |  0 | float32  |  64 |     |       | cpu
+eager     |  0 | float64  |  64 |     |       | eager
+auto      |  0 | float32  | 128 |     | cute  | cpu
+fast      |  0 | bfloat16 |  64 |     |       | attention='fast' is unknown; known: sdpa, auto, cpu, cudnn
+cudnn     |  0 | bfloat16 |  64 |     |       | 'cudnn' does not run on cpu; attention='sdpa'
+flash     |  0 | bfloat16 |  64 |     |       | 'flash' does not run on cpu; attention='sdpa'
+efficient |  0 | bfloat16 |  64 |     |       | 'efficient' does not run on cpu; attention='sdpa'
+cpu       |  9 | bfloat16 |  64 |     |       | 'cpu' does not run on cuda
+sdpa      |  9 | bfloat16 | 128 |     |       | cudnn
+sdpa      |  9 | bfloat16 | 256 |     |       | cudnn
+sdpa      | 10 | bfloat16 | 136 |     |       | flash
+sdpa      |  8 | bfloat16 | 256 |     |       | flash
+sdpa      |  9 | bfloat16 | 252 |     |       | flash
+sdpa      | 12 | bfloat16 | 256 |     |       | flash
+sdpa      |  9 | bfloat16 |  36 |     |       | flash
+sdpa      |  9 | float32  | 128 |     |       | efficient
+sdpa      |  9 | bfloat16 | 512 |     |       | efficient
+sdpa      |  9 | float64  |  64 |     |       | blockwise
+auto      |  9 | bfloat16 | 512 |     |       | efficient
+auto      |  9 | bfloat16 | 128 |     | cute  | flash_attention_4
+auto      |  8 | bfloat16 | 128 |     | flash | flash
+auto      |  8 | bfloat16 | 192 |     | flash | flash
+auto      |  8 | bfloat16 | 256 |     | flash | flash
+auto      |  8 | bfloat16 | 128 | cap | flash | blockwise
+auto      |  8 | bfloat16 | 256 | cap | flash | blockwise
+auto      |  9 | bfloat16 | 128 |     | flash | flash_attention_3
+auto      |  9 | bfloat16 | 192 |     | flash | flash_attention_3
+auto      |  9 | bfloat16 | 256 |     | flash | flash_attention_3
+auto      |  9 | bfloat16 | 128 | cap | flash | flash_attention_3
+auto      |  9 | bfloat16 | 256 | cap | flash | flash_attention_3
+auto      | 10 | bfloat16 | 128 |     | flash | flash_attention_4
+auto      | 10 | bfloat16 | 192 |     | flash | flash
+auto      | 10 | bfloat16 | 256 |     | flash | flash_attention_4
+auto      | 10 | bfloat16 | 128 | cap | flash | flash_attention_4
+auto      | 10 | bfloat16 | 256 | cap | flash | blockwise
+sdpa      |  8 | bfloat16 | 128 | cap | flash | blockwise
+sdpa      |  9 | bfloat16 | 128 | cap | flash | blockwise
+sdpa      | 10 | bfloat16 | 128 | cap | flash | blockwise
 """
-"""Asked for, compute capability (0: a CPU), dtype, head width, installed package, and what is chosen or said."""
+"""Asked for, compute capability (0: a CPU), dtype, head width, whether scores are capped, installed packages, and what
+is chosen or said."""
 OF_PACKAGES = [
-    (name, least - less, dtype, width, package, says)
+    (name, least - less, dtype, width, "", package, says)
     for name, (_, _, least, _) in PACKAGES.items()
     for less, dtype, width, package, says in (
         (0, "bfloat16", 64, "", "needs the package flash-attn.*; attention='sdpa' chooses what runs"),
@@ -214,10 +233,10 @@ OF_PACKAGES = [
 ]
 
 
-@pytest.mark.parametrize("name, capability, dtype, width, package, found", [*lines_of(CHOICES, "|"), *OF_PACKAGES])
-def test_choice_of_a_kernel(monkeypatch, name, capability, dtype, width, package, found):
+@pytest.mark.parametrize("name, capability, dtype, width, cap, package, found", [*lines_of(CHOICES, "|"), *OF_PACKAGES])
+def test_choice_of_a_kernel(monkeypatch, name, capability, dtype, width, cap, package, found):
     spec = importlib.machinery.ModuleSpec("flash_attn", None)
-    capability, given = int(capability), (getattr(torch, dtype), int(width))
+    capability, given = int(capability), (getattr(torch, dtype), int(width), bool(cap))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
     monkeypatch.setattr(importlib.util, "find_spec", lambda n: spec if package and package in n else None)
     device = torch.device("cuda" if capability else "cpu")
