@@ -202,16 +202,6 @@ def attend(
     return [out, lse, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)]
 
 
-def attend_by_heads(layout, backend, tensors, rule, documents):
-    """Output and gradients of this rank's rows, by a layout that exchanges rows for heads."""
-    q, k, v, dout = tensors
-    qkv, how = layout.swap([q], [k, v]), {"rule": rule, "cu_seqlens": documents}
-    out, lse = layout.forward(backend, *qkv, **how)
-    (dh,) = layout.swap([dout])
-    grads = layout.backward(backend, dh, Attended(*qkv, out, lse), **how)
-    return [*layout.swap_back(out), *layout.swap_back(*grads)]
-
-
 def as_transformers_wraps(kernel):
     """The kernel as transformers wraps what it finds in a package: in a function that names no parameter and drops
     unknown ones."""
