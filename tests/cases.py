@@ -6,6 +6,7 @@ import functools
 import gc
 import math
 import os
+import re
 import socket
 import sys
 import time
@@ -235,6 +236,14 @@ def check_refused(message, fn, *args, **kwargs):
     """A call is refused, with a message that has this pattern."""
     with pytest.raises(ValueError, match=message):
         fn(*args, **kwargs)
+
+
+def check_refusals(table, names):
+    """The calls of a text, each on a line before the pattern of what it is refused with."""
+    from operators import error_of
+
+    for call, message in lines_of(table, " | "):
+        assert re.search(message, error_of(eval, call, names)), call
 
 
 def on_ranks(pools, world, fn, *args, **how):

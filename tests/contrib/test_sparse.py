@@ -9,11 +9,10 @@ import pytest
 import torch
 import yaml
 import zoo
-from cases import batch, check_step, gradients, make_model, same, small_pages, step
+from cases import batch, check_refusals, check_step, gradients, make_model, same, small_pages, step
 from operators import counted, error_of
 from transformers import AttentionInterface
 
-import alstlib
 from alstlib.base.config import RunConfig
 from alstlib.base.mesh import SPContext
 from alstlib.base.reference import attention, causal_mask, relative_error
@@ -233,20 +232,21 @@ def test_a_score_of_the_user():
     assert re.search(r"score returned \[2, 3\], but must return .*: \[1, 2, 3\]", why)
 
 
-def test_what_is_refused_and_what_is_said():
-    def refused(model, sparse):
-        return error_of(attach, model, sparse, chunk=3)
+REFUSED = r"""
+select_pages(cases.attach(make_model()), SPARSE)     | work on layers that run in chunks
+Sparse(top=-1)                                       | must be
+Sparse(top=1, page=0)                                | must be
+Sparse(top=1, score=5)                               | must be
+attach(zoo.build("llama"), SPARSE, chunk=3) | page=8 is not a multiple of chunk \* sp = 3 \* 1 tokens: use page=9
+attach(zoo.build("mistral"), Sparse(top=1), chunk=3) | no layer of MistralForCausalLM attends to all keys
+attach(states_alone, Sparse(top=1), chunk=3)         | no layer of Qwen3NextForCausalLM attends to all keys
+"""
 
-    with alstlib.apply(make_model()) as handle:
-        assert "work on layers that run in chunks" in error_of(select_pages, handle, SPARSE)
-    for wrong in ({"top": -1}, {"top": 1, "page": 0}, {"top": 1, "score": 5}):
-        assert "must be" in error_of(Sparse, **wrong)
-    told = refused(zoo.build("llama"), SPARSE)
-    assert "page=8 is not a multiple of chunk * sp = 3 * 1 tokens: use page=9" in told
-    assert "no layer of MistralForCausalLM attends to all keys" in refused(zoo.build("mistral"), Sparse(top=1))
+
+def test_what_is_refused_and_what_is_said():
+    states_alone = zoo.build_hybrid("qwen3_next", layer_types=["linear_attention"] * 2)
+    check_refusals(REFUSED, {**globals(), **locals()})
     with attach(zoo.build("gpt_oss"), Sparse(top=1), chunk=3) as handle:
         (note,) = [n for n in handle.notes if n.startswith("sparse")]
     assert "is approximated" in note
     assert "1 of 2 layers have sliding windows and stay exact" in note
-    hybrid = zoo.build_hybrid("qwen3_next", layer_types=["linear_attention"] * 2)
-    assert "no layer of Qwen3NextForCausalLM attends to all keys" in refused(hybrid, Sparse(top=1))

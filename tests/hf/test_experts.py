@@ -5,6 +5,7 @@ import gc
 
 import pytest
 import torch
+import yaml
 import zoo
 from cases import (
     attach,
@@ -26,13 +27,13 @@ import alstlib
 from alstlib.base.sizing import TILE_BYTES, as_on
 from alstlib.hf.experts import TiledExperts
 
-THREE = {"mlp": 3, "loss": True, "norm": True}
-HOW = {
-    "checkpoints": {"tiles": THREE},
-    "no checkpoints": {"tiles": THREE, "checkpoint": False},
-    "tiles in chunks": {"tiles": THREE, "chunk": 5},
-    "a token": {"tiles": {**THREE, "mlp": 1}},
-}
+HOW = yaml.safe_load("""
+checkpoints: {tiles: &three {mlp: 3, loss: true, norm: true}}
+no checkpoints: {tiles: *three, checkpoint: false}
+tiles in chunks: {tiles: *three, chunk: 5}
+a token: {tiles: {<<: *three, mlp: 1}}
+""")
+THREE = HOW["checkpoints"]["tiles"]
 LENGTH = 17
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from cases import attach, check_refused, check_step, freeze, gradients, on_ranks, own_step
+from cases import attach, check_refusals, check_refused, check_step, freeze, gradients, on_ranks, own_step
 from matrix import engine_of
 from matrix import gradients as gradients_of
 from pictures import IMAGE, MODELS, document, joined, plain_vlm, rows_of, small_gemma, small_vlm
@@ -201,20 +201,23 @@ def test_a_rank_is_given_the_images_that_it_is_dealt():
 # ----- refusals
 
 
+REFUSED = r"""
+alstlib.SPDataLoader([one], alstlib.SPContext(sp=2), images=handle.images) | with replicated=True
+shard_batch(one, 1, 0)                                                     | give images=handle.images
+shard({**one, "input_ids": short})              | has \d+ placeholders of the token 90, but its 3 images
+shard({**one, "image_sizes": [[2, 2]]})         | image_sizes: this model takes images as
+shard({n: one[n] for n in one if n != "pixel_values"})                     | but no image
+alstlib.block_step(handle.model, unplanned, 4)                             | without a plan cannot be cut into blocks
+"""
+
+
 def test_what_does_not_fit_is_refused():
     model, one = small_vlm("qwen2_vl"), joined([document("qwen2_vl", SEVERAL)])
-    two = alstlib.SPContext(sp=2)
+    short = one["input_ids"].masked_fill(torch.arange(one["input_ids"].shape[1]) == 3, 5)
     with attach(model) as handle:
         shard = functools.partial(shard_batch, sp=1, sp_rank=0, images=handle.images)
-        check_refused("with replicated=True", alstlib.SPDataLoader, [one], two, images=handle.images)
-        check_refused("give images=handle.images", shard_batch, one, 1, 0)
-        short = {**one, "input_ids": one["input_ids"].masked_fill(torch.arange(one["input_ids"].shape[1]) == 3, 5)}
-        check_refused(r"has \d+ placeholders of the token 90, but its 3 images", shard, short)
-        check_refused("image_sizes: this model takes images as", shard, {**one, "image_sizes": [[2, 2]]})
-        check_refused("but no image", shard, {n: t for n, t in one.items() if n != "pixel_values"})
-        batch = shard(one)
-        del batch["image_plan"]
-        check_refused("without a plan cannot be cut into blocks", alstlib.block_step, model, batch, 4)
+        unplanned = {n: t for n, t in shard(one).items() if n != "image_plan"}
+        check_refusals(REFUSED, {**globals(), **locals()})
 
 
 def test_models_whose_images_are_not_exact_are_refused_by_name():

@@ -84,10 +84,9 @@ def test_a_wrong_function_is_refused_at_its_first_call(own, why):
 
 
 def test_what_cannot_be_an_attention():
-    check_refused(
-        r"attention=5 must be one of 'auto', .*'eager', or a function \(q, k, v", alstlib.Options, attention=5
-    )
-    check_refused(
-        "attention=WithBackward is a class; give a function, or an instance", alstlib.Options, attention=WithBackward
-    )
+    for own, says in (
+        (5, r"attention=5 must be one of 'auto', .*'eager', or a function \(q, k, v"),
+        (WithBackward, "attention=WithBackward is a class; give a function, or an instance"),
+    ):
+        check_refused(says, alstlib.Options, attention=own)
     check_refused("attention='plain' does not compute a soft cap", attach, zoo.build("gemma2"), attention=plain)

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 import zoo
-from cases import attach, check_refused, check_step, gradients, make_model, on_ranks, peak, same, with_lora
+from cases import attach, check_refusals, check_step, gradients, make_model, on_ranks, peak, same, with_lora
 from matrix import WITH_ROUTERS, Case, build, engine_of
 from matrix import gradients as of_engine
 from operators import logps_of
@@ -253,16 +253,21 @@ def test_a_prefix_is_shared_up_to_a_multiple_of_the_ranks():
 # ----- refusals
 
 
-def test_refusals():
-    def refused(says, name="llama", data=({},), **how):
-        with attach(model := zoo.build(name)):
-            check_refused(says, alstlib.tree_step, model, [{"input_ids": [5, 6, 7], **one} for one in data], **how)
+REFUSED = r"""
+step()                                                   | no replica has a trajectory
+step({**path, "advantages": 1})                          | this one has: input_ids, advantages
+step({**path, "weights": [1, 2]})                        | weights \[2\]
+step({**path, "labels": [1, -1, 2]})                     | labels .* must be whole numbers from 0 on
+step(path, objective=sum, divisor=3)                     | leave divisor and engine_divides_by out
+step(path, objective=lambda logps: logps[0])             | must return a tensor of one number
+step(path, name="llama, dynamic NTK")                    | depend on the longest position
+step(path, name="mixtral")                               | use output_router_logits=False
+"""
 
-    refused("no replica has a trajectory", data=())
-    refused("this one has: input_ids, advantages", data=[{"advantages": 1}])
-    refused(r"weights \[2\]", data=[{"weights": [1, 2]}])
-    refused("labels .* must be whole numbers from 0 on", data=[{"labels": [1, -1, 2]}])
-    refused("leave divisor and engine_divides_by out", objective=sum, divisor=3)
-    refused("must return a tensor of one number", objective=lambda logps: logps[0])
-    refused("depend on the longest position", "llama, dynamic NTK")
-    refused("use output_router_logits=False", "mixtral")
+
+def test_refusals():
+    def step(*data, name="llama", **how):
+        with attach(zoo.build(name)) as handle:
+            alstlib.tree_step(handle.model, [*data], **how)
+
+    check_refusals(REFUSED, {"step": step, "path": {"input_ids": [5, 6, 7]}})

@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from cases import check_refused, same
+from cases import check_refused, lines_of, same
 from operators import gradients, leaf, nan_memory, randn, strided, worst
 
 from alstlib.base import reference
@@ -101,17 +101,21 @@ def test_degrees():
     assert [whole_head_degrees(*heads) for heads in ((9, 3), (14, 2))] == [[1, 3, 9], [1, 2, 14]]
 
 
+COMES = """
+exchange.to_heads(whole)[0]                                          | whole
+exchange.to_seq(whole[:, :, :2].repeat(1, 1, 2, 1))[0]               | whole[:, :, :2]
+exchange.to_heads(one)[0]                                            | one
+exchange.to_seq(one.repeat(1, 1, 4, 1), heads=1)[0]                  | 4 * one
+exchange.swap_unequal(torch.arange(5.0), [2, 1, 1, 1], [3, 3, 3, 3]) | torch.arange(5.0)
+stripe([ids], 2, ctx)[0]                                             | ids
+stripe([ids], 10, ctx)[0]                                            | ids
+"""
+
+
 def test_from_emulated_ranks_comes_what_is_sent():
     """And not whatever lies in memory, nor zeros, on which a GPU draws less power and computes faster."""
+    whole, one, ids = randn(2, 8, ROWS, WIDTH), randn(1, 1, ROWS, WIDTH), torch.arange(10)[None]
     with fake_ranks(4) as ctx, nan_memory():
-        exchange = Exchange(ctx.sp_group)
-        whole, one, ids = randn(2, 8, ROWS, WIDTH), randn(1, 1, ROWS, WIDTH), torch.arange(10)[None]
-        for came, sent in (
-            (exchange.to_heads(whole)[0], whole),
-            (exchange.to_seq(whole[:, :, :2].repeat(1, 1, 2, 1))[0], whole[:, :, :2]),
-            (exchange.to_heads(one)[0], one),
-            (exchange.to_seq(one.repeat(1, 1, 4, 1), heads=1)[0], 4 * one),
-            (exchange.swap_unequal(torch.arange(5.0), [2, 1, 1, 1], [3, 3, 3, 3]), torch.arange(5.0)),
-            (stripe([ids], 2, ctx)[0], ids), (stripe([ids], 10, ctx)[0], ids),
-        ):  # fmt: skip
-            assert torch.equal(came.unique(), sent.unique())
+        names = {**globals(), **locals(), "exchange": Exchange(ctx.sp_group), "stripe": stripe}
+        for came, sent in lines_of(COMES, "|"):
+            assert same(*([eval(text, names).unique()] for text in (came, sent))), came
