@@ -16,7 +16,7 @@ import weakref
 import pytest
 import torch
 import yaml
-from cases import attach, batch, check_refused, make_model, same, small_pages, step, train
+from cases import attach, batch, check_refused, lines_of, make_model, same, small_pages, step, train
 from device.module import device
 
 import alstlib
@@ -30,14 +30,15 @@ ROW, OUTPUT = LENGTH * WIDTH * 4, LENGTH * 4 * (8 * 4 + 4)
 """Bytes of one layer's input, and of its attention output with the sums."""
 TABLES = 2 * LENGTH * 8 * 4
 LAYER = ROW + OUTPUT
-WAYS = {
-    "whole": ({"save_attention": True}, (STAGED + 2) * LAYER),
-    "inputs": ({"save_attention": False}, (STAGED + 1) * ROW),
-    "auto": ({"save_attention": "auto"}, (STAGED + 4) * LAYER),
-    "chunks": ({"chunk": 64, "on_host": "none", "save_attention": True}, (STAGED + 2) * LAYER),
-    "hidden": ({"chunk": 64, "on_host": "hidden", "save_attention": True}, STAGED * LAYER + 5 * ROW + TABLES),
-    "pages": ({"chunk": 100, "on_host": "hidden+kv", "save_attention": False}, (STAGED + 9) * ROW + TABLES),
-}
+WAYS = """
+whole  | {save_attention: true}                                     | (STAGED + 2) * LAYER
+inputs | {save_attention: false}                                    | (STAGED + 1) * ROW
+auto   | {save_attention: auto}                                     | (STAGED + 4) * LAYER
+chunks | {chunk: 64, on_host: none, save_attention: true}           | (STAGED + 2) * LAYER
+hidden | {chunk: 64, on_host: hidden, save_attention: true}         | STAGED * LAYER + 5 * ROW + TABLES
+pages  | {chunk: 100, on_host: hidden+kv, save_attention: false}    | (STAGED + 9) * ROW + TABLES
+"""
+WAYS = {name: (yaml.safe_load(options), eval(budget)) for name, options, budget in lines_of(WAYS, "|")}
 """Options, and host bytes that hold a part of what is kept."""
 
 
