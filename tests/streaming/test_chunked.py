@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+import yaml
 from cases import attach, batch, check_refused, growth, make_model, passes, step
 from torch import nn
 
@@ -17,11 +18,14 @@ from alstlib.streaming.chunked import Stream
 # ----- a whole model
 
 
+OFTEN = yaml.safe_load("""
+[[gqa, true, 2], [gqa, 4, 2], [qwen3, true, 2], [gpt2, 4, 2], [gemma2, true, 2], [gemma2, 4, 2.9]]
+""")
+"""Models, the MLP's tile, and how often the MLP runs."""
+
+
 @pytest.mark.parametrize("save", [True, False])
-@pytest.mark.parametrize(
-    "kind, tile, mlp",
-    [("gqa", True, 2), ("gqa", 4, 2), ("qwen3", True, 2), ("gpt2", 4, 2), ("gemma2", True, 2), ("gemma2", 4, 2.9)],
-)
+@pytest.mark.parametrize("kind, tile, mlp", OFTEN)
 def test_what_runs_how_often(monkeypatch, kind, tile, mlp, save):
     """Attention once or twice; the MLP twice, even where its output is normalised, unless tiles are smaller than the
     chunk there; projections of all but the last chunk once more, for their keys and values."""

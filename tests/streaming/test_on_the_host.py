@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import matrix
 import pytest
 import torch
+import yaml
 import zoo
 from cases import attach, batch, check_step, growth, make_model, plain_step, same, small_pages, step, train, with_lora
 
@@ -33,11 +34,13 @@ def streamed(model, **how):
     return attach(model, **{**HOST, **how})
 
 
-@pytest.mark.parametrize(
-    "ranks, chunk, on_host",
-    [("1x1", 1, "hidden"), ("1x1", 64, "hidden+kv"), ("2x1", 1, "hidden+kv"), ("2x1", 100, "none"),
-     ("3x1", 1, "none"), ("3x1", 64, "hidden"), ("3x1", 100, "hidden+kv")],
-)  # fmt: skip
+UNUSUAL = yaml.safe_load("""
+[[1x1, 1, hidden], [1x1, 64, hidden+kv], [2x1, 1, hidden+kv], [2x1, 100, none], [3x1, 1, none], [3x1, 64, hidden],
+ [3x1, 100, hidden+kv]]
+""")
+
+
+@pytest.mark.parametrize("ranks, chunk, on_host", UNUSUAL)
 def test_gradients_of_plain_transformers(pools, ranks, chunk, on_host):
     """What the net has not: chunks of a token, of almost all and of more than all tokens."""
     case = matrix.Case("llama", ranks, "lengths" if ranks == "1x1" else "packed rows")

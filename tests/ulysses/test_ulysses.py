@@ -71,13 +71,15 @@ def test_any_heads_on_any_ranks(pools, i, case):
         on_ranks(pools, world, one_call, heads, kv, 2, dtype=dtype, replay=replay)
 
 
+DOCUMENTS = yaml.safe_load("""
+[[1, [0, 1, 7, 8, 13, 20]], [1, [0, 19, 20]], [2, [0, 3, 17, 20, 21, 33, 40]], [2, [0, 20, 40]], [2, [0, 30, 40]]]
+""")
+"""Samples, and offsets of their documents."""
+
+
 @REPLAY
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize(
-    "batch, documents",
-    [(1, [0, 1, 7, 8, 13, 20]), (1, [0, 19, 20]), (2, [0, 3, 17, 20, 21, 33, 40]), (2, [0, 20, 40]), (2, [0, 30, 40])],
-    ids=str,
-)
+@pytest.mark.parametrize("batch, documents", DOCUMENTS, ids=str)
 def test_documents_that_span_ranks(pools, batch, documents, attention, replay):
     """Defect 6: tokens of packed documents attend inside their own document only, wherever ranks cut them."""
     on_ranks(pools, 4, one_call, batch=batch, documents=documents, attention=attention, replay=replay)
