@@ -22,6 +22,7 @@ from cases import (
     with_lora,
     worst_error,
 )
+from torch import nn
 
 import alstlib
 from alstlib.base.sizing import kept_on_host
@@ -273,7 +274,7 @@ def test_weights_that_the_layer_does_not_own(how, frozen):
     """Vectors that hooks add, as in steering, get their gradients too; in tiles also where no weight trains. They are
     none of the weights that are chosen."""
     model, layer = model_of().requires_grad_(False), 2
-    vectors = {n: torch.zeros(WIDTH, requires_grad=True) for n in ("self_attn", "mlp")}
+    vectors = nn.ParameterDict({n: torch.zeros(WIDTH) for n in ("self_attn", "mlp")})
     if frozen and "chunks" in how:
         pytest.skip("refused: see the next test")
     weight = model.model.layers[layer].self_attn.o_proj.weight.requires_grad_(not frozen)
@@ -285,13 +286,12 @@ def test_weights_that_the_layer_does_not_own(how, frozen):
         getattr(model.model.layers[layer], name).register_forward_hook(add)
     found = []
     for options in (ALL_OFF, PASSES[how]):
-        for vector in vectors.values():
-            vector.grad = None
+        vectors.zero_grad()
         with attach(model, **options):
             if not frozen:
                 torch.autograd.grad(loss(model), [weight])
-                assert {vector.grad for vector in vectors.values()} == {None}
-            found.append(train(model)[1] | {n: vector.grad for n, vector in vectors.items()})
+                assert gradients(vectors) == {}
+            found.append(train(model)[1] | gradients(vectors))
     assert worst_error(*found)[0] < 1e-5
 
 

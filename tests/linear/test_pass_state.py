@@ -37,9 +37,14 @@ documents of four and five tokens, side by side: [2, 42, [0, 4, 9, 13, 16, 21, 2
 """Samples, tokens of each, and offsets of documents."""
 
 
+def tokens_of(batch, length, *shapes):
+    """A tensor for each of these shapes of a token."""
+    return [randn(batch, length, *shape, seed=i) for i, shape in enumerate(shapes)]
+
+
 def gated_inputs(batch, length, heads, groups):
-    q, k = (randn(batch, length, groups, KEYS, seed=i) for i in (0, 1))
-    v, g, beta = (randn(batch, length, heads, *d, seed=i) for i, d in ((2, (VALUES,)), (3, ()), (4, ())))
+    shapes = [groups, KEYS], [groups, KEYS], [heads, VALUES], [heads], [heads]
+    q, k, v, g, beta = tokens_of(batch, length, *shapes)
     return [q, nn.functional.normalize(k, dim=-1), v, -nn.functional.softplus(g), beta.sigmoid()], []
 
 
@@ -56,9 +61,9 @@ def kimi_inputs(batch, length, heads, groups):
 
 
 def mamba1_inputs(batch, length, heads, groups):
-    x, dt, b, c = (randn(batch, length, d, seed=i) for i, d in enumerate([heads * VALUES] * 2 + [KEYS] * 2))
+    tokens = tokens_of(batch, length, [heads * VALUES], [heads * VALUES], [KEYS], [KEYS])
     channels = [randn(heads * VALUES, seed=i) for i in (5, 6)]
-    return [x, dt, b, c], [-randn(heads * VALUES, KEYS, seed=4).exp(), *channels]
+    return tokens, [-randn(heads * VALUES, KEYS, seed=4).exp(), *channels]
 
 
 def mamba1(x, dt, b, c, a, d, bias, **how):
@@ -71,9 +76,8 @@ def scan(*tensors):
 
 
 def mamba_inputs(batch, length, heads, groups):
-    x, dt = randn(batch, length, heads, VALUES), nn.functional.softplus(randn(batch, length, heads, seed=1))
-    b, c = (randn(batch, length, groups, KEYS, seed=i) for i in (2, 3))
-    return [x, dt, b, c], [-randn(heads, seed=4).exp(), randn(heads, seed=5)]
+    x, dt, b, c = tokens_of(batch, length, [heads, VALUES], [heads], [groups, KEYS], [groups, KEYS])
+    return [x, nn.functional.softplus(dt), b, c], [-randn(heads, seed=4).exp(), randn(heads, seed=5)]
 
 
 def mamba(x, dt, b, c, a, d, **how):
@@ -81,9 +85,7 @@ def mamba(x, dt, b, c, a, d, **how):
 
 
 def lightning_inputs(batch, length, heads, groups):
-    return [randn(batch, length, heads, d, seed=i) for i, d in enumerate((KEYS, KEYS, VALUES))], [
-        randn(heads, seed=4).exp()
-    ]
+    return tokens_of(batch, length, [heads, KEYS], [heads, KEYS], [heads, VALUES]), [randn(heads, seed=4).exp()]
 
 
 RULES = {
