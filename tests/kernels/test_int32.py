@@ -8,7 +8,7 @@ from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
-from cases import check_refused
+from cases import check_refused, values_of
 from operators import as_transformers_wraps, gradients, randn, worst
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -88,15 +88,16 @@ def recurrence(name, tokens):
     return (q, q, v, fake(1, tokens, 32), fake(1, tokens, 32)), {}
 
 
-@pytest.mark.parametrize(
-    ("package", "name", "fits"),
-    [
-        ("mamba_ssm", "mamba_chunk_scan_combined", 130_816),
-        ("mamba_ssm", "selective_scan_fn", 524_032),
-        ("fla", "chunk_gated_delta_rule", 524_032),
-        ("fla", "chunk_kda", 524_032),
-    ],
-)
+FITS = values_of("""
+mamba_ssm -> mamba_chunk_scan_combined -> 130816
+mamba_ssm -> selective_scan_fn         -> 524032
+fla       -> chunk_gated_delta_rule    -> 524032
+fla       -> chunk_kda                 -> 524032
+""")
+"""Packages, their kernels, and the longest call that passes."""
+
+
+@pytest.mark.parametrize("package, name, fits", FITS)
 def test_a_recurrence_of_4m_tokens_is_refused(package, name, fits):
     kernel, calls = stand_in(package, name)
     says = rf"{name} counts elements with 32 bits .* A call of {fits:,} tokens passes: use a smaller options.chunk"

@@ -42,8 +42,8 @@ def test_output_and_gradients_are_those_of_a_mask(monkeypatch, room):
     want = masked(*leaves, indices)
     dout = torch.randn_like(want)
     saved = Saved()
-    for stage in ("first", "again"):
-        if stage == "again":
+    for again in (False, True):
+        if again:
             saved.rewind(saved.leave())
         got = selected_attention(q, k, v, indices, Exchange(), scale=0.3, sinks=sinks, saved=saved)
         made, right = ((out, *torch.autograd.grad(out, leaves, dout, retain_graph=True)) for out in (got, want))
