@@ -6,6 +6,7 @@ import functools
 import gc
 import math
 import os
+import re
 import socket
 import sys
 import time
@@ -123,9 +124,9 @@ def sample_of(length, rows=1, seed=5, documents=None, ignored=slice(0)):
     return {"input_ids": ids, "labels": labels, **({"document_lengths": [documents] * rows} if documents else {})}
 
 
-def batch_of(length, seed=0, rows=1, ignored=slice(0)):
-    """A whole batch of one rank, of one document in each row."""
-    ids = tokens_of(length, rows, seed)
+def batch_of(length, seed=0, ignored=slice(0)):
+    """A whole batch of one rank, of one document."""
+    ids = tokens_of(length, 1, seed)
     labels = shift(ids)
     labels[:, ignored] = -100
     return {"input_ids": ids, "position_ids": torch.arange(length)[None], "shift_labels": labels}
@@ -133,6 +134,12 @@ def batch_of(length, seed=0, rows=1, ignored=slice(0)):
 
 def attach(model, ctx=None, **options):
     return alstlib.apply(model, ctx, alstlib.Options(**options))
+
+
+def freeze(model, parts):
+    """Weights with one of these parts in their names do not train, all others do."""
+    for name, p in model.named_parameters():
+        p.requires_grad_(not any(part in name for part in parts))
 
 
 def decoder_layers(model):
@@ -199,6 +206,15 @@ def plain_step(model, data, seed=None):
     return plain_run(model, [data])
 
 
+def with_lora(model, targets, **more):
+    """The model in PEFT's, with adapters that are not zero."""
+    import peft
+
+    torch.manual_seed(3)
+    config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False, **more)
+    return peft.get_peft_model(model, config)
+
+
 def check_step(got, want, loss=1e-6, gradient=1e-5):
     """Relative errors of the loss and of the worst gradient; one that only one has must be zero."""
     both = ((got[1], want[1]), (want[1], got[1]))
@@ -222,6 +238,14 @@ def check_refused(message, fn, *args, **kwargs):
         fn(*args, **kwargs)
 
 
+def check_refusals(table, names):
+    """The calls of a text, each on a line before the pattern of what it is refused with."""
+    from operators import error_of
+
+    for call, message in lines_of(table, " | "):
+        assert re.search(message, error_of(eval, call, names)), call
+
+
 def on_ranks(pools, world, fn, *args, **how):
     """The results of all ranks; of one rank, from this process."""
     run = functools.partial(fn, **how)
@@ -242,8 +266,9 @@ def train(model, batch):
     return out
 
 
-def peak(model, batch, block=None, **options):
-    """Device bytes that the third step of an attached model takes at most, besides what is there before it."""
+def peak(model, run, **options):
+    """Device bytes that the third call of `run` with an attached model takes at most, besides what is there before it,
+    and bytes on the host."""
     gc.collect()  # models of earlier tests, which would be freed in between
     with attach(model, **options) as handle, Ledger("cpu", [handle.store]) as ledger:
         ledger.mark_host(())
@@ -251,18 +276,37 @@ def peak(model, batch, block=None, **options):
             model.zero_grad()
             ledger.start()
             start = ledger.device_bytes
-            train(model, batch) if block is None else alstlib.block_step(model, batch, block)
-        return ledger.device_peak - start
+            run(model)
+        return ledger.device_peak - start, handle.store.peak_nbytes
 
 
-def growth(short, long, build=make_model, **how):
+def growth(short, long, build=make_model, block=None, **options):
     """Device bytes a token by which the peak of a step grows between two lengths of a sample."""
-    peaks = [peak(build(max_position_embeddings=512), batch(length), **how) for length in (short, long)]
+
+    def run(model, data):
+        train(model, data) if block is None else alstlib.block_step(model, data, block)
+
+    peaks = [
+        peak(build(max_position_embeddings=512), functools.partial(run, data=batch(length)), **options)[0]
+        for length in (short, long)
+    ]
     return (peaks[1] - peaks[0]) / (long - short)
 
 
+@contextlib.contextmanager
+def no_gc():
+    """What only dead cycles hold stays until the end."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def same(a, b):
-    """Whether gradients are the same bits."""
+    """Whether tensors are the same bits, in dicts or in sequences."""
+    a, b = (dict(t if isinstance(t, dict) else enumerate(t)) for t in (a, b))
     return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 

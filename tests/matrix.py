@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import yaml
 import zoo
-from cases import decoder_layers, plain_run, sample_of, small_pages, worst_error
+from cases import attach, decoder_layers, freeze, plain_run, sample_of, small_pages, worst_error
 from operators import nan_memory
 from torch import nn
 from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridPreTrainedModel
@@ -173,8 +173,7 @@ def build(case, fields=None):
         torch.set_default_dtype(torch.float32)
     if hasattr(model, "set_experts_implementation") and (case.dtype == torch.float64 or case.device != "cpu"):
         model.set_experts_implementation("eager")  # the grouped kernel has no fp64, not that device, and bf16 on CUDA
-    for name, p in model.named_parameters():
-        p.requires_grad_(not any(part in name for part in {**WEIGHTS, **MORE_WEIGHTS}[case.weights]))
+    freeze(model, {**WEIGHTS, **MORE_WEIGHTS}[case.weights])
     return model
 
 
@@ -350,7 +349,7 @@ def _run(rank, case, more):
     blocks = (chosen.pop("block", None),)
     losses, errors, strange, calls = [], [], [], {}
     deep = case.engine.startswith("zero")
-    with alstlib.apply(model, ctx, alstlib.Options(**chosen)) as handle:
+    with attach(model, ctx, **chosen) as handle:
         engine, arrived = engine_of(model, case.engine, accumulation, more.bucket), []
         for name, p in model.named_parameters() if deep else ():
             if p.requires_grad:
@@ -397,3 +396,11 @@ def check(results, case, bound=None):
         for group, calls in result["calls"].items():  # some groups have not all ranks
             others = [other["calls"][group] for other in results if group in other["calls"]]
             assert all(calls == other for other in others), f"{group}: another order of collectives, NCCL hangs"
+
+
+def check_on(pools, case, bound=None, **more):
+    """Runs the case on its ranks, with what a test of its own asks of it (`More`), and judges it; returns the ranks'
+    results."""
+    results = pools(case.sp * case.dp)(run, case, More(**more))
+    check(results, case, bound)
+    return results

@@ -2,7 +2,10 @@
 comparing gradients."""
 
 import contextlib
+import sys
 from collections import Counter
+from types import ModuleType
+from unittest import mock
 
 import pytest
 import torch
@@ -34,20 +37,22 @@ def nan_memory():
         torch.use_deterministic_algorithms(False)
 
 
-class _Largest(TorchDispatchMode):
-    numbers = 0
+class Operations(TorchDispatchMode):
+    """What runs inside: how often each operation, the multiplications of all matrix products, and how many numbers the
+    largest tensor has that is made."""
+
+    def __init__(self):
+        super().__init__()
+        self.ran, self.multiplications, self.largest = Counter(), 0, 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **kwargs or {})
-        self.numbers = max([self.numbers, *(t.numel() for t in tree_leaves(out) if isinstance(t, torch.Tensor))])
+        out, name = function(*args, **kwargs or {}), str(function)
+        self.ran[name] += 1
+        if name in ("aten.mm.default", "aten.addmm.default"):
+            left, right = args[-2:]
+            self.multiplications += left.numel() * right.shape[1]
+        self.largest = max([self.largest, *(t.numel() for t in tree_leaves(out) if isinstance(t, torch.Tensor))])
         return out
-
-
-@contextlib.contextmanager
-def largest():
-    """A function that says how many numbers the largest tensor had that was made inside."""
-    with _Largest() as mode:
-        yield lambda: mode.numbers
 
 
 def randn(*shape, seed=0, dtype=torch.float64, scale=1.0):
@@ -134,21 +139,27 @@ def counted(owner, *names):
         yield calls
 
 
-def peak_of_step(module, x):
-    """Device bytes that forward and backward of a module take at most, besides what is there before them."""
+def peaks(fn, *args):
+    """Device bytes that a call takes at most, besides what is there before it; and with the backward of the tensor that
+    it returns."""
     with Ledger() as ledger:
         start = ledger.device_bytes
-        out = module(x)
-        out.backward(torch.ones_like(out))
-        return ledger.device_peak - start
+        out = fn(*args)
+        forward = ledger.device_peak - start
+        if out.requires_grad:
+            out.backward(torch.ones_like(out))
+        return forward, ledger.device_peak - start
 
 
 def agree(
     ours, oracle, inputs, upstream,
     dtype = torch.float64,
 ):  # fmt: skip
-    """Output and gradients of ours in this dtype, which are the oracle's in that of the inputs."""
+    """Output and gradients of ours in this dtype, which are the oracle's in that of the inputs. The upstream gradient
+    stays as it is."""
+    before = upstream.clone()
     got = gradients(ours, inputs, upstream, dtype)
+    assert torch.equal(upstream, before)
     assert worst(got, gradients(oracle, inputs, upstream)) < EXACT[dtype]
     assert all(t is None or t.dtype == dtype for t in got)
     return got
@@ -191,14 +202,15 @@ def attend(
     return [out, lse, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)]
 
 
-def attend_by_heads(layout, backend, tensors, rule, documents):
-    """Output and gradients of this rank's rows, by a layout that exchanges rows for heads."""
-    q, k, v, dout = tensors
-    qkv, how = layout.swap([q], [k, v]), {"rule": rule, "cu_seqlens": documents}
-    out, lse = layout.forward(backend, *qkv, **how)
-    (dh,) = layout.swap([dout])
-    grads = layout.backward(backend, dh, Attended(*qkv, out, lse), **how)
-    return [*layout.swap_back(out), *layout.swap_back(*grads)]
+def as_transformers_wraps(kernel):
+    """The kernel as transformers wraps what it finds in a package: in a function that names no parameter and drops
+    unknown ones."""
+    from transformers.models.qwen3_next.modeling_qwen3_next import use_kernel_func_from_hub_with_fallback
+
+    package = ModuleType("a_package_of_kernels")
+    package.kernel = kernel
+    with mock.patch.dict(sys.modules, {package.__name__: package}):
+        return use_kernel_func_from_hub_with_fallback("kernel", package.__name__)(lambda *_, **__: 1 / 0)
 
 
 def error_of(fn, *args, **kwargs):

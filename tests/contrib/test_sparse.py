@@ -2,17 +2,17 @@
 
 import re
 from dataclasses import replace
+from unittest import mock
 
 import cases
 import pytest
 import torch
 import yaml
 import zoo
-from cases import batch, check_step, gradients, make_model, same, small_pages, step
+from cases import batch, check_refusals, check_step, gradients, make_model, same, small_pages, step
 from operators import counted, error_of
 from transformers import AttentionInterface
 
-import alstlib
 from alstlib.base.config import RunConfig
 from alstlib.base.mesh import SPContext
 from alstlib.base.reference import attention, causal_mask, relative_error
@@ -33,29 +33,27 @@ def attach(model, sparse, ctx=None, chunk=CHUNK, **how):
     return handle
 
 
-def seen_pages(q, k, *, chunk, page, top, first, last, documents=None):
+def seen_pages(q, k, sparse, chunk, documents):
     """Boolean [B, K, S, S]: the keys that sparse attention over pages shows to each query and key/value head.
 
     Each chunk of queries sees its own page, and of the earlier pages that it would see the first, the last, and the
     `top` others with the best product of mean queries (summed over the heads of a key/value head) and mean keys.
     """
-    q, k = q.detach(), k.detach()
+    q, k, page = q.detach(), k.detach(), sparse.page
     (batch, heads, length, _), kv_heads = q.shape, k.shape[1]
-    allowed, seen = (
-        causal_mask(batch, length, documents),
-        torch.zeros(batch, kv_heads, length, length, dtype=torch.bool),
-    )
+    allowed = causal_mask(batch, length, documents)
+    seen = torch.zeros(batch, kv_heads, length, length, dtype=torch.bool)
     group = heads // kv_heads
     for b in range(batch):
         for lo in range(0, length, chunk):
             hi = min(lo + chunk, length)
             own = (hi - 1) // page
             pages = sorted({int(j) // page for j in allowed[b, lo:hi].any(0).nonzero()} - {own})
-            always = [own, *pages[:first], *pages[max(0, len(pages) - last) :]]
+            always = [own, *pages[: sparse.first], *pages[max(0, len(pages) - sparse.last) :]]
             for h in range(kv_heads):
                 query = q[b, h * group : (h + 1) * group, lo:hi].mean(1).sum(0)
                 score = {p: float(query @ k[b, h, p * page : (p + 1) * page].mean(0)) for p in pages if p not in always}
-                for p in [*always, *sorted(score, key=score.__getitem__)[max(0, len(score) - top) :]]:
+                for p in [*always, *sorted(score, key=score.__getitem__)[max(0, len(score) - sparse.top) :]]:
                     seen[b, h, lo:hi, p * page : (p + 1) * page] = True
     return seen
 
@@ -65,26 +63,16 @@ def oracle(model, sample, chunk, sparse):
     documents = sample["cu_seqlens"].tolist()
 
     def attend(module, q, k, v, *_, scaling, **how):
-        rule = {
-            "scale": scaling,
-            "window": how.get("sliding_window"),
-            "sinks": how.get("s_aux"),
-            "documents": documents,
-        }
-        if rule["window"] is None:
-            pages = {n: getattr(sparse, n) for n in ("page", "top", "first", "last")}
-            rule["seen"] = seen_pages(q, k, chunk=chunk, documents=documents, **pages)
-        out, _ = attention(q, k, v, softcap=how.get("softcap"), **rule)
+        window = how.get("sliding_window")
+        seen = seen_pages(q, k, sparse, chunk, documents) if window is None else None
+        out, _ = attention(
+            q, k, v, scale=scaling, window=window, softcap=how.get("softcap"), sinks=how.get("s_aux"),
+            documents=documents, seen=seen,
+        )  # fmt: skip
         return out.transpose(1, 2).contiguous(), None
 
-    before = model.config._attn_implementation
-    AttentionInterface.register("pages_of_the_oracle", attend)
-    model.set_attn_implementation("pages_of_the_oracle")
-    try:
+    with mock.patch.dict(AttentionInterface._global_mapping, {model.config._attn_implementation: attend}):
         logits = model(sample["input_ids"], position_ids=sample["position_ids"], use_cache=False).logits
-    finally:
-        model.set_attn_implementation(before)
-        AttentionInterface._global_mapping.pop("pages_of_the_oracle")
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), sample["shift_labels"].flatten(), ignore_index=-100)
     model.zero_grad()
     loss.backward()
@@ -135,7 +123,7 @@ def test_sparse_pages_are_those_of_the_plain_version(name, kind):
         assert found[-1][1].keys() == want[1].keys()
         # tokens that both samples of a batch have are added up in another order
         bits = {n: g for n, g in found[-1][1].items() if "rows" not in kind or "embed_tokens" not in n}
-        assert all(torch.equal(found[0][1][n], g) for n, g in bits.items())
+        assert same({n: found[0][1][n] for n in bits}, bits)
 
 
 def shared(rank, world, name, documents):
@@ -244,20 +232,21 @@ def test_a_score_of_the_user():
     assert re.search(r"score returned \[2, 3\], but must return .*: \[1, 2, 3\]", why)
 
 
-def test_what_is_refused_and_what_is_said():
-    def refused(model, sparse):
-        return error_of(attach, model, sparse, chunk=3)
+REFUSED = r"""
+select_pages(cases.attach(make_model()), SPARSE)     | work on layers that run in chunks
+Sparse(top=-1)                                       | must be
+Sparse(top=1, page=0)                                | must be
+Sparse(top=1, score=5)                               | must be
+attach(zoo.build("llama"), SPARSE, chunk=3) | page=8 is not a multiple of chunk \* sp = 3 \* 1 tokens: use page=9
+attach(zoo.build("mistral"), Sparse(top=1), chunk=3) | no layer of MistralForCausalLM attends to all keys
+attach(states_alone, Sparse(top=1), chunk=3)         | no layer of Qwen3NextForCausalLM attends to all keys
+"""
 
-    with alstlib.apply(make_model()) as handle:
-        assert "work on layers that run in chunks" in error_of(select_pages, handle, SPARSE)
-    for wrong in ({"top": -1}, {"top": 1, "page": 0}, {"top": 1, "score": 5}):
-        assert "must be" in error_of(Sparse, **wrong)
-    told = refused(zoo.build("llama"), SPARSE)
-    assert "page=8 is not a multiple of chunk * sp = 3 * 1 tokens: use page=9" in told
-    assert "no layer of MistralForCausalLM attends to all keys" in refused(zoo.build("mistral"), Sparse(top=1))
+
+def test_what_is_refused_and_what_is_said():
+    states_alone = zoo.build_hybrid("qwen3_next", layer_types=["linear_attention"] * 2)
+    check_refusals(REFUSED, {**globals(), **locals()})
     with attach(zoo.build("gpt_oss"), Sparse(top=1), chunk=3) as handle:
         (note,) = [n for n in handle.notes if n.startswith("sparse")]
     assert "is approximated" in note
     assert "1 of 2 layers have sliding windows and stay exact" in note
-    hybrid = zoo.build_hybrid("qwen3_next", layer_types=["linear_attention"] * 2)
-    assert "no layer of Qwen3NextForCausalLM attends to all keys" in refused(hybrid, Sparse(top=1))

@@ -1,9 +1,11 @@
 """Whole training steps of wide models under fake CUDA, as one of many ranks that share a sample."""
 
 import contextlib
+import functools
 
 import torch
 import zoo
+from cases import attach, train
 from fake import fake_cuda
 from torch import Tensor
 
@@ -15,27 +17,19 @@ from alstlib.planner.measure.simulate import drop_gradients, fake_ranks, shard_o
 GEMMA = "google/gemma-2-9b"
 
 
-class Steps:
-    """Steps of a model of few layers and the real width, attached with these options."""
-
-    def __init__(self, watch, model, handle, ctx, rows):
-        self.watch, self.model, self.handle, self.ctx, self.rows = watch, model, handle, ctx, rows
-
-    def __call__(self, documents=None, block=None, logps=False):
-        """Forward and backward of one sample; with a `block`, block by block, or of its tokens' log-probabilities."""
-        made = shard_of(self.ctx, self.rows // self.ctx.sp)
-        batch = {n: v.to("cuda:0") if isinstance(v, Tensor) else v for n, v in made.items()}
-        if documents is not None:
-            batch["cu_seqlens"] = list(documents)
-        if block is not None:
-            return alstlib.block_step(self.model, batch, block).loss
-        if logps:
-            made = alstlib.token_logps(self.model, batch, statistics=True)
-            loss = alstlib.sequence_logps(made.logps, batch, self.ctx).sum()
-        else:
-            loss = alstlib.causal_lm_loss(self.model, batch).loss
-        loss.backward()
-        return loss
+def step(model, ctx, rows, documents=None, block=None, logps=False):
+    """Forward and backward of one sample; with a `block`, block by block, or of its tokens' log-probabilities."""
+    made = shard_of(ctx, rows // ctx.sp)
+    batch = {n: v.to("cuda:0") if isinstance(v, Tensor) else v for n, v in made.items()}
+    if documents is not None:
+        batch["cu_seqlens"] = list(documents)
+    if block is not None:
+        alstlib.block_step(model, batch, block)
+    elif logps:
+        made = alstlib.token_logps(model, batch, statistics=True)
+        alstlib.sequence_logps(made.logps, batch, ctx).sum().backward()
+    else:
+        train(model, batch)
 
 
 def build(name, layers):
@@ -50,7 +44,7 @@ def build(name, layers):
 
 @contextlib.contextmanager
 def steps(name, rows, sp=1, layers=2, kept=None, **options):
-    """Steps of one of `sp` ranks that share `rows` tokens.
+    """A function that makes a step of one of `sp` ranks which share `rows` tokens, with what watches it and the handle.
 
     Args:
         kept: host memory is so short that this share of the layers keeps its attention outputs.
@@ -66,11 +60,11 @@ def steps(name, rows, sp=1, layers=2, kept=None, **options):
     budget = 2**50 if kept is None else layers * row + int(kept * layers) * output
     with contextlib.ExitStack() as stack:
         ctx = stack.enter_context(fake_ranks(sp))
-        attached = alstlib.Options(host_memory=budget, **{**options, "attention": "sdpa"})
-        handle = stack.enter_context(alstlib.apply(model, ctx, attached))
-        handle.attention.attention = options.get("attention", "sdpa")
+        handle = stack.enter_context(attach(model, ctx, host_memory=budget, attention="sdpa", **options))
         watch = stack.enter_context(fake_cuda())
         stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, before)
         torch.__future__.set_overwrite_module_params_on_conversion(True)  # weights become those of another device
         drop_gradients(model.to_empty(device="cuda:0"))
-        yield Steps(watch, model, handle, ctx, rows)
+        made = functools.partial(step, model, ctx, rows)
+        made.watch, made.handle = watch, handle
+        yield made

@@ -14,23 +14,16 @@ from alstlib.runs.train import worker
 from alstlib.runs.train.engine import reserve_adam_state
 
 
-def on_cuda(*shape):
-    weight = torch.empty(*shape, device="cuda:0", requires_grad=True)
-    weight.grad = torch.empty_like(weight)
-    return weight
-
-
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("masters", ["", "single_partition_of_fp32_groups"], ids=["zero0", "zero1"])
+@pytest.mark.parametrize("masters", [[], ["single_partition_of_fp32_groups"]], ids=["zero0", "zero1"])
 def test_adamw_finds_the_state_that_its_own_first_step_would_make(masters, fused):
     """A fused kernel that is given `step` in host memory reads it as device memory."""
     with fake_cuda():
-        ours, plain = on_cuda(10), on_cuda(10)
+        ours, plain = (torch.empty(10, device="cuda:0", requires_grad=True) for _ in range(2))
+        ours.grad = plain.grad = torch.empty_like(plain)
         reserved, adam = torch.optim.AdamW([ours], fused=fused), torch.optim.AdamW([plain], fused=fused)
-        engine = SimpleNamespace(
-            optimizer=SimpleNamespace(optimizer=reserved, **({masters: [ours]} if masters else {}))
-        )
-        reserve_adam_state(engine)
+        optimizer = SimpleNamespace(optimizer=reserved, **{name: [ours] for name in masters})
+        reserve_adam_state(SimpleNamespace(optimizer=optimizer))
         with mock.patch.object(torch, "_fused_adamw_"), mock.patch("torch.optim.adamw.adamw"):
             adam.step()
         kinds = [

@@ -13,7 +13,7 @@ from fake import fake_cuda
 from test_kernel_calls import CUDA, FORMS, calls, of
 
 from alstlib.kernels import backends
-from alstlib.kernels.backends import PACKAGES, choose_backend
+from alstlib.kernels.backends import PACKAGES
 
 SIGNATURES = {
     "flash_attention_2": ("flash-attn 2.8.3.post2", {
@@ -150,21 +150,3 @@ def test_installed_packages_are_those_that_were_read(name):
         real = inspect.signature(getattr(real, "_init_fn", real)).parameters.values()
         read = inspect.signature(eval(f"lambda {parameters}: None")).parameters.values()
         assert [(p.name, p.default) for p in real] == [(p.name, p.default) for p in read], SIGNATURES[name][0]
-
-
-AUTO = {
-    8: ("flash", "flash", "flash", "blockwise", "blockwise"),
-    9: ("flash_attention_3",) * 5,
-    10: ("flash_attention_4", "flash", "flash_attention_4", "flash_attention_4", "blockwise"),
-}
-"""By compute capability, for heads of a width of 128, 192 and 256, and for those of 128 and 256 with a soft cap."""
-
-
-@pytest.mark.parametrize("capability", AUTO)
-def test_auto_takes_the_flash_attn_that_is_built_for_the_gpu(monkeypatch, capability):
-    monkeypatch.setattr(backends, "_installed", lambda module: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
-    forms = [(128, False), (192, False), (256, False), (128, True), (256, True)]
-    how = torch.device("cuda"), torch.bfloat16
-    assert tuple(choose_backend("auto", *how, *form).name for form in forms) == AUTO[capability]
-    assert choose_backend("sdpa", *how, 128, True).name == "blockwise"

@@ -20,4 +20,4 @@ TABLE = [
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", TABLE, ids=str)
 def test_gpu_step_is_that_of_plain_transformers(gpu_pools, case):
-    matrix.check(gpu_pools(case.sp * case.dp)(matrix.run, case), case)
+    matrix.check_on(gpu_pools, case)

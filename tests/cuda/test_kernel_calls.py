@@ -2,17 +2,16 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 import yaml
 from cases import lines_of
 from fake import KERNELS as COUNTED
 from fake import fake_cuda
-from operators import attend, attend_by_heads, exchanged
+from operators import attend, exchanged
 
-from alstlib.base.mesh import join_fake
 from alstlib.kernels.attention import attention_backward, attention_forward
 from alstlib.kernels.backends import BACKENDS, choose_backend
 from alstlib.kernels.rule import Attended, Rule
+from alstlib.planner.measure.simulate import fake_ranks
 from alstlib.ulysses.alltoall import Exchange
 from alstlib.ulysses.head_layouts import SplitHeads, layout_of
 from alstlib.ulysses.head_split import Sample
@@ -103,21 +102,25 @@ def test_cudnn_takes_values_of_their_own_width(width, values, took, watch):
     assert {(key[0][0][-1], key[2][0][-1]) for key in keys} == {took}
 
 
+def attend_by_heads(layout, backend, given, documents):
+    """Output and gradients of this rank's rows, by a layout that exchanges rows for heads."""
+    q, k, v, dout = given
+    qkv, how = layout.swap([q], [k, v]), {"rule": Rule(0.1), "cu_seqlens": documents}
+    out, lse = layout.forward(backend, *qkv, **how)
+    grads = layout.backward(backend, *layout.swap([dout]), Attended(*qkv, out, lse), **how)
+    return [*layout.swap_back(out), *layout.swap_back(*grads)]
+
+
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("heads, kv, ranks, documents", [(28, 4, 8, None), (9, 3, 4, [0, 1, 5, 300, 813, 1024])])
 def test_uneven_heads(name, documents, heads, kv, ranks):
     """Each rank has rows of heads, over a process group that sends nothing."""
-    join_fake(ranks)
-    try:
-        with fake_cuda() as watch:
-            q, k, v, dout = tensors(False, heads=heads, kv=kv, length=LENGTH // ranks, width=64)
-            backend, rule = choose_backend(name, CUDA, q.dtype, 64), Rule(0.1)
-            layout = layout_of(Exchange(dist.group.WORLD), heads, kv, Sample(1, LENGTH, documents, CUDA))
-            assert isinstance(layout, SplitHeads)
-            alike(attend_by_heads(layout, backend, (q, k, v, dout), rule, documents), [q, q, k, v])
-        check(watch, name)
-    finally:
-        dist.destroy_process_group()
+    with fake_ranks(ranks) as ctx, fake_cuda() as watch:
+        given = q, k, v, _ = tensors(False, heads=heads, kv=kv, length=LENGTH // ranks, width=64)
+        layout = layout_of(Exchange(ctx.sp_group), heads, kv, Sample(1, LENGTH, documents, CUDA))
+        assert isinstance(layout, SplitHeads)
+        alike(attend_by_heads(layout, choose_backend(name, CUDA, q.dtype, 64), given, documents), [q, q, k, v])
+    check(watch, name)
 
 
 BEYOND = """

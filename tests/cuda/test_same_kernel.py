@@ -7,9 +7,8 @@ import pytest
 import torch
 from cases import values_of
 from fake import fake_cuda
-from operators import error_of
+from operators import Operations, error_of
 from quick_steps import quick  # noqa: F401
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import alstlib
 from alstlib.base.config import RunConfig
@@ -74,21 +73,11 @@ def test_a_simulated_step_runs_it(attention, dtype, how, kernel):
 
 def test_simulated_blocks_are_multiplied_as_on_the_device():
     """A GPU sums products of bf16 in fp32 without a copy of the blocks in fp32, which a CPU needs."""
-
-    class Products(TorchDispatchMode):
-        def __init__(self):
-            super().__init__()
-            self.wide = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.wide += func is torch.ops.aten.bmm.dtype
-            return func(*args, **(kwargs or {}))
-
     found = {}
     for device in ("cuda", "cpu"):
-        with Products() as products:
+        with Operations() as operations:
             assert simulate(tiny("blockwise"), 1, device).kernel == "blockwise"
-        found[device] = products.wide
+        found[device] = operations.ran["aten.bmm.dtype"]
     assert found["cuda"] > 0 == found["cpu"]
 
 

@@ -2,7 +2,6 @@
 
 import torch
 from deepspeed.accelerator import get_accelerator, set_accelerator
-from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from device import module
 
@@ -28,9 +27,6 @@ class LateAccelerator(CPU_Accelerator):
     def device_name(self, device_index=None):
         return module.NAME if device_index is None else f"{module.NAME}:{device_index}"
 
-    def current_device(self):
-        return 0
-
     def current_device_name(self):
         return f"{module.NAME}:0"
 
@@ -42,20 +38,8 @@ class LateAccelerator(CPU_Accelerator):
     def Event(self):
         return self.here.Event
 
-    def total_memory(self, device_index=None):
-        return module.TOTAL
-
     def available_memory(self, device_index=None):
         return self.here.mem_get_info()[0]
-
-    _torch_pins_host_memory = True
-    pin_memory = DeepSpeedAccelerator.pin_memory
-
-    def _torch_pin_memory(self, tensor):
-        return tensor.pin_memory()
-
-    def _torch_empty_pinned(self, tensor, shape):
-        return torch.empty(shape, dtype=tensor.dtype, pin_memory=True)
 
     def on_accelerator(self, tensor):
         return tensor.device.type == module.NAME
@@ -65,10 +49,7 @@ def _of_the_module(name):
     return lambda self, *args, **named: getattr(self.here, name)(*args, **named)
 
 
-for name in (
-    "stream", "current_stream", "default_stream", "device", "synchronize", "get_rng_state", "set_rng_state",
-    "memory_allocated", "max_memory_allocated", "reset_peak_memory_stats",
-):  # fmt: skip
+for name in ("stream", "current_stream", "synchronize", "reset_peak_memory_stats"):
     setattr(LateAccelerator, name, _of_the_module(name))
 
 

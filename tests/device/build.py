@@ -1,7 +1,5 @@
 """Builds `device.cpp` once for each version of it and of PyTorch, in PyTorch's cache of extensions."""
 
-import contextlib
-import fcntl
 import hashlib
 import importlib.util
 import os
@@ -11,6 +9,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from filelock import FileLock
 from torch.utils import cpp_extension
 
 SOURCE = Path(__file__).with_name("device.cpp")
@@ -32,7 +31,7 @@ def load():
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions")) / name
     ready = folder / "ready"  # a build that was killed may leave half a library
     folder.mkdir(parents=True, exist_ok=True)
-    with _alone(folder):
+    with FileLock(folder / "builds"):
         if not ready.exists():
             _build(name, folder)
             ready.touch()
@@ -46,10 +45,3 @@ def _build(name, folder):
     (folder / "lock").unlink(missing_ok=True)  # PyTorch's own, which a build that was killed leaves
     with mock.patch.dict(os.environ, MAX_JOBS="1"):
         cpp_extension.load(name, [str(SOURCE)], build_directory=str(folder), extra_cflags=["-O2", "-w"])
-
-
-@contextlib.contextmanager
-def _alone(folder):
-    with open(folder / "builds", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield

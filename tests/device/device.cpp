@@ -570,8 +570,6 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 
 struct Call {
   std::string group, op;
-  uint64_t thread;
-  int64_t bytes;
   bool device;
 };
 std::mutex calls_mutex;
@@ -630,9 +628,8 @@ struct LateBackend final : c10d::Backend {
   const std::string getBackendName() const override { return "late"; }
 
   void note(const char* op, const Tensors& tensors) {
-    int64_t bytes = 0;
     bool device = false;
-    for (auto& t : tensors) bytes += t.nbytes(), device |= on_device(t);
+    for (auto& t : tensors) device |= on_device(t);
     if (int64_t most = call_delay_us; most > 0) {
       uint64_t us;
       {
@@ -643,7 +640,7 @@ struct LateBackend final : c10d::Backend {
     }
     if (current) queues.at(current).drain();  // a collective comes after its stream's copies
     Lock lock(calls_mutex);
-    calls.push_back({name, op, static_cast<uint64_t>(gettid()), bytes, device});
+    calls.push_back({name, op, device});
   }
   static Tensors join(std::initializer_list<Tensors> some) {
     Tensors made;
@@ -824,8 +821,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_call_delay", [](int64_t us) { call_delay_us = us; });
   m.def("calls", [] {
     Lock lock(calls_mutex);
-    std::vector<std::tuple<std::string, std::string, uint64_t, int64_t, bool>> made;
-    for (auto& c : calls) made.emplace_back(c.group, c.op, c.thread, c.bytes, c.device);
+    std::vector<std::tuple<std::string, std::string, bool>> made;
+    for (auto& c : calls) made.emplace_back(c.group, c.op, c.device);
     calls.clear();
     return made;
   });

@@ -1,4 +1,4 @@
-"""The process group of the device: gloo on its memory, with a record of who called what in which thread, and delays."""
+"""The process group of the device: gloo on its memory, with a record of who called what, and delays."""
 
 from __future__ import annotations
 
@@ -11,10 +11,6 @@ from device import module
 class Call(NamedTuple):
     group: str
     op: str
-    thread: int
-    """Native id of the thread that called."""
-    nbytes: int
-    """Of the inputs."""
     device: bool
     """Tensors of the device, and not of the CPU."""
 

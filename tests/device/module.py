@@ -78,32 +78,8 @@ def _properties(device=None):
     return SimpleNamespace(name=NAME, total_memory=TOTAL, major=0, minor=0, multi_processor_count=1)
 
 
-def _generator():
-    return _extension.default_generator()
-
-
-def _get_rng_state(device=NAME):
-    return _generator().get_state()
-
-
-def _set_rng_state(state, device=NAME):
-    _generator().set_state(state)
-
-
 def _seed(seed):
-    _generator().manual_seed(seed)
-
-
-def _memory(device=None):
-    return _extension.memory()[0]
-
-
-def _peak(device=None):
-    return _extension.memory()[1]
-
-
-def _reserved(device=None):
-    return _extension.memory()[2]
+    _extension.default_generator().manual_seed(seed)
 
 
 def limit(fraction, device=None):
@@ -115,45 +91,26 @@ def limit(fraction, device=None):
     _extension.set_limit(int(fraction * TOTAL))
 
 
-@contextlib.contextmanager
-def _device(device):
-    yield
-
-
 def _module():
     made = ModuleType(f"torch.{NAME}")
-    made.Stream, made.Event = Stream, Event
-    made.stream = lambda stream: contextlib.nullcontext() if stream is None else stream
-    made.current_stream = lambda device=None: torch.accelerator.current_stream()
-    made.default_stream = lambda device=None: Stream(stream_id=0, device_index=0, device_type=_type())
-    made.set_stream = torch.accelerator.set_stream
-    made.synchronize = lambda device=None: _extension.synchronize()
-    made.is_available = made.is_initialized = lambda: True
-    made.init = made._lazy_init = lambda: None
-    made.device_count = lambda: 1
-    made.current_device = lambda: 0
-    made.set_device = lambda device: None
-    made.device = _device
-    made.get_device_name = lambda device=None: NAME
-    made.get_device_properties = _properties
-    made.get_device_capability = lambda device=None: (0, 0)
-    made.memory_allocated, made.max_memory_allocated = _memory, _peak
-    made.memory_reserved = made.max_memory_reserved = _reserved
-    made.reset_peak_memory_stats = made.reset_max_memory_allocated = lambda device=None: _extension.reset_peak()
-    made.mem_get_info = lambda device=None: (TOTAL - _reserved(), TOTAL)
-    made.empty_cache = lambda: None
-    made.set_per_process_memory_fraction = limit
-    made.cudart = _Runtime
-    made.get_rng_state, made.set_rng_state = _get_rng_state, _set_rng_state
-    made.get_rng_state_all = lambda: [_get_rng_state()]
-    made.set_rng_state_all = lambda states: _set_rng_state(states[0])
-    made.manual_seed = made.manual_seed_all = _seed
-    made.initial_seed = lambda: _generator().initial_seed()
-    made._is_in_bad_fork = lambda: False
-    made.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
-    made.is_bf16_supported = lambda *_, **__: True
+    made.__dict__.update(
+        Stream=Stream, Event=Event, cudart=_Runtime,
+        stream=lambda stream: contextlib.nullcontext() if stream is None else stream,
+        current_stream=lambda device=None: torch.accelerator.current_stream(),
+        synchronize=lambda device=None: _extension.synchronize(),
+        is_available=lambda: True, is_initialized=lambda: True, init=lambda: None, _lazy_init=lambda: None,
+        device_count=lambda: 1, current_device=lambda: 0, set_device=lambda device: None, device=contextlib.nullcontext,
+        get_device_name=lambda device=None: NAME, get_device_properties=_properties,
+        memory_allocated=lambda device=None: _extension.memory()[0],
+        max_memory_allocated=lambda device=None: _extension.memory()[1],
+        memory_reserved=lambda device=None: _extension.memory()[2],
+        reset_peak_memory_stats=lambda device=None: _extension.reset_peak(),
+        mem_get_info=lambda device=None: (TOTAL - _extension.memory()[2], TOTAL), empty_cache=lambda: None,
+        set_per_process_memory_fraction=limit,
+        get_rng_state=lambda device=NAME: _extension.default_generator().get_state(),
+        set_rng_state=lambda state, device=NAME: _extension.default_generator().set_state(state),
+        manual_seed=_seed, manual_seed_all=_seed,
+        _is_in_bad_fork=lambda: False, get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
+        is_bf16_supported=lambda *_, **__: True,
+    )  # fmt: skip
     return made
-
-
-def _type():
-    return torch.Stream(device=torch.device(NAME, 0)).device_type

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from cases import ALL_ON, make_model, make_samples, plain_run, run_with, small_pages, worst_error
+from cases import ALL_ON, attach, make_model, plain_step, run_with, same, sample_of, small_pages, train, worst_error
 from device import module
 from device.module import NEVER, device, late
 from mutate import mutated
@@ -93,9 +93,9 @@ LENGTH = 128
 
 def on_device(length, **fields):
     """A model on the device, a batch of one sample, and the gradients of plain transformers on the CPU."""
-    model, samples = make_model("gqa", **fields), make_samples(1, length=length)
-    _, want = plain_run(model, samples)
-    (batch,) = SPDataLoader(samples, alstlib.SPContext(), device=device())
+    model, sample = make_model(**fields), sample_of(length)
+    _, want = plain_step(model, sample)
+    (batch,) = SPDataLoader([sample], alstlib.SPContext(), device=device())
     return model.to(device()), batch, want
 
 
@@ -110,11 +110,11 @@ def kept(rank, world, chunk):
 
     def step():
         model.zero_grad()
-        alstlib.causal_lm_loss(model, batch).loss.backward()
+        train(model, batch)
 
     need = []
     for save in (False, True):
-        with alstlib.apply(model, options=alstlib.Options(save_attention=save, chunk=chunk, **OPTIONS)):
+        with attach(model, save_attention=save, chunk=chunk, **OPTIONS):
             step()
             model.zero_grad()
             with Ledger(device()) as ledger:
@@ -125,11 +125,11 @@ def kept(rank, world, chunk):
     assert need[1] - need[0] == 4 * output
     model.zero_grad()
     start = torch.get_device_module(device()).memory_allocated()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(module, "TOTAL", int((need[0] + 2.5 * output) / SHARE) + start))
-        handle = stack.enter_context(alstlib.apply(model, options=alstlib.Options(chunk=chunk, **OPTIONS)))
-        stack.enter_context(Ledger(device(), budget=start + need[0] + 3 * output))
-        shares = []
+    shares, total = [], int((need[0] + 2.5 * output) / SHARE) + start
+    with (
+        mock.patch.object(module, "TOTAL", total), attach(model, chunk=chunk, **OPTIONS) as handle,
+        Ledger(device(), budget=start + need[0] + 3 * output),
+    ):  # fmt: skip
         for _ in range(3):
             step()
             shares.append(handle.plan.attention_kept)
@@ -201,9 +201,8 @@ def pins(rank, world):
         assert host.is_pinned()
         assert host.shape == (3, 5)
         model, batch, want = on_device(41)
-        chosen = {**ALL_ON, "chunk": 5, "on_host": "hidden+kv"}
-        with alstlib.apply(model, options=alstlib.Options(**chosen)) as handle, small_pages(), late(NEVER):
-            alstlib.causal_lm_loss(model, batch).loss.backward()
+        with attach(model, **ALL_ON, chunk=5, on_host="hidden+kv") as handle, small_pages(), late(NEVER):
+            train(model, batch)
             assert all(slab.bytes.is_pinned() for slab in handle.store.free)
             assert handle.store.peak_nbytes > 0
         check_gradients(model, want)
@@ -274,7 +273,7 @@ def continued(rank, world, folder):
 
     def started():
         model = make_model().to(device())
-        alstlib.apply(model, alstlib.SPContext.create(1), alstlib.Options())
+        attach(model, alstlib.SPContext.create(1))
         return initialize(run, model, False)
 
     def drawn():
@@ -289,7 +288,7 @@ def continued(rank, world, folder):
     assert not torch.equal(*want)
     found = RunStates(started(), run, 0, folder, print).load(folder)
     assert found["step"] == 1
-    assert all(torch.equal(a, b) for a, b in zip(drawn(), want))
+    assert same(drawn(), want)
 
 
 def test_a_training_state_has_the_random_states_of_the_device(late1, tmp_path):

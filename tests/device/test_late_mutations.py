@@ -9,7 +9,7 @@ import matrix
 import pytest
 import torch
 import yaml
-from cases import make_model, slopes
+from cases import attach, make_model, slopes
 from device.module import NEVER, device, late
 from matrix import Case
 from mutate import changed, mutated
@@ -40,8 +40,7 @@ def dropout(rank, world, way):
     """The relative error of a gradient's slope against a central difference, on the device, with dropout."""
     model = make_model("gpt2", dtype=torch.float64, n_layer=3, resid_pdrop=0.1, embd_pdrop=0.1).to(device())
     sample = {"input_ids": torch.arange(3, 44)[None], "labels": torch.arange(3, 44)[None]}
-    chosen = alstlib.Options(**matrix.TILES["small"], **matrix.WAYS[way])
-    with alstlib.apply(model, options=chosen), matrix.full_host(), late(NEVER):
+    with attach(model, **matrix.TILES["small"], **matrix.WAYS[way]), matrix.full_host(), late(NEVER):
         (batch,) = SPDataLoader([sample], alstlib.SPContext(), device=device())
         slope, want = slopes(model, batch)
     return abs(slope / want - 1)

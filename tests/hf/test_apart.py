@@ -8,7 +8,7 @@ import torch
 import transformers
 import yaml
 from cases import attach, batch, check_attached, check_refused, sample_of
-from operators import largest
+from operators import Operations
 from zoo import ZOO, build
 
 import alstlib
@@ -43,7 +43,7 @@ def test_a_step_is_that_of_plain_transformers(pools, name, ranks, engine, data, 
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
     for way in ways:
         case = matrix.Case(name, ranks=ranks, engine=engine, data=data, way=way)
-        matrix.check(pools(case.sp)(matrix.run, case, matrix.More(fields=fields)), case)
+        matrix.check_on(pools, case, fields=fields)
 
 
 @pytest.mark.parametrize("name", ["llama4", "deepseek_v32"])
@@ -84,10 +84,10 @@ def test_nothing_has_the_square_of_the_sequence(monkeypatch):
     monkeypatch.setitem(TILE_BYTES, "cpu", 200)
     indexer, length = build("deepseek_v32").model.layers[0].self_attn.indexer, 128
     hidden, queries, rotary = (torch.randn(1, length, width) for width in (32, 12, 4))
-    with largest() as found:
+    with Operations() as operations:
         made = select(indexer, indexer.forward, hidden, queries, (rotary, rotary), None, None, Exchange())
     assert made.shape == (1, length, 5)
-    assert found() < length * length
+    assert operations.largest < length * length
 
 
 def test_chunks_and_blocks_are_refused():

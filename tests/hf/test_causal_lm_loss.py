@@ -70,7 +70,6 @@ def nothing_to_learn(rank, world, sp, tiled_loss, step_tokens):
         out.loss.backward()
     got = [p.grad for p in model.parameters()]
     assert not any(t.any() for t in (out.loss, out.mean, out.tokens, out.entropy, out.accuracy, *got))
-    return len(got)
 
 
 @pytest.mark.parametrize("step_tokens", [None, 0, 7])
@@ -78,4 +77,4 @@ def nothing_to_learn(rank, world, sp, tiled_loss, step_tokens):
 @pytest.mark.parametrize("ranks, sp", [(1, 1), (2, 1), (2, 2)])
 def test_no_valid_token_on_any_rank(pools, ranks, sp, tiled_loss, step_tokens):
     """A finite loss of zero and gradients of exactly zero, on every weight."""
-    assert on_ranks(pools, ranks, nothing_to_learn, sp, tiled_loss, step_tokens)
+    on_ranks(pools, ranks, nothing_to_learn, sp, tiled_loss, step_tokens)

@@ -5,26 +5,20 @@ import functools
 import pytest
 import yaml
 from cases import decoder_layers, mlp_tokens
-from matrix import Case, More, check, run
-
-
-def step(pools, case, **more):
-    results = pools(case.sp * case.dp)(run, case, More(**more))
-    check(results, case)
-    return results
+from matrix import Case, check_on
 
 
 @pytest.mark.parametrize("engine", ["average", "ddp", "zero1", "zero3"])
 @pytest.mark.parametrize("way", ["kept", "chunks, kept"])
 def test_the_head_alone_trains(pools, engine, way):
-    step(pools, Case("llama", weights="head alone", way=way, engine=engine))
+    check_on(pools, Case("llama", weights="head alone", way=way, engine=engine))
 
 
 @pytest.mark.parametrize("model", ["qwen3_next", "bamba", "falcon_h1", "nemotron_h", "lfm2", "lfm2_moe"])
 def test_layers_with_a_state_where_heads_do_not_divide(pools, model):
     """Three heads on four ranks, in attention and, where the model has as many there, in the state."""
     heads = {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3}
-    step(pools, Case(model, "4x1", way="chunks, kept", states="auto"), fields=heads, data=[[[3, 21, 1, 12]]])
+    check_on(pools, Case(model, "4x1", way="chunks, kept", states="auto"), fields=heads, data=[[[3, 21, 1, 12]]])
 
 
 def counted(model):
@@ -39,7 +33,7 @@ def test_engines_run_the_mlp_twice(pools, model, engine, ranks):
     """With their hooks in the graph too, and where a norm follows the MLP: its weight is then used in the MLP's tiles.
     Four micro-batches: by then ZeRO-3 prefetches in the order that it has recorded."""
     case = Case(model, ranks, way="kept", engine=engine)
-    for result in step(pools, case, data=[[[32]]], accumulation=4, prepare=counted):
+    for result in check_on(pools, case, data=[[[32]]], accumulation=4, prepare=counted):
         assert result["seen"] == [4 * 32 * (case.dp + 2 // case.sp)] * 2  # and the plain model once, on all samples
 
 
@@ -65,7 +59,7 @@ def test_replicas_in_which_all_that_is_local_differs(pools, engine, room):
     case = Case("gemma2", f"{len(room) // 2}x2", way="kept", engine=engine)
     host = tuple(n and n * case.dtype.itemsize // 4 for n in room)
     data = UNEVEN if case.sp == 1 else [[[2]], *UNEVEN[1:]]
-    kept = {(r["every"], r["kept"]) for r in step(pools, case, **FIVE, data=data, accumulation=3, host_memory=host)}
+    kept = {(r["every"], r["kept"]) for r in check_on(pools, case, **FIVE, data=data, accumulation=3, host_memory=host)}
     assert len(kept) == 1
     assert min(kept)[0] > 1 or not any(room)
 
@@ -75,7 +69,7 @@ def test_replicas_in_which_all_that_is_local_differs(pools, engine, room):
 def test_tied_embeddings(pools, engine, bucket):
     """The embedding, 3,072 elements, is above DeepSpeed's thresholds or below: a bucket that is not full is not sent
     before backward ends, and hides what arrives too late."""
-    step(pools, Case("llama", weights="tied", way="kept", engine=engine), bucket=bucket)
+    check_on(pools, Case("llama", weights="tied", way="kept", engine=engine), bucket=bucket)
 
 
 def shared(name, model):
@@ -89,7 +83,7 @@ def shared(name, model):
 @pytest.mark.parametrize("name", ["mlp", "input_layernorm.weight"])
 def test_weights_that_layers_share(pools, name):
     """Each layer's recompute has a gradient of its own for them, of which ZeRO-3 keeps one."""
-    share = functools.partial(step, pools, prepare=functools.partial(shared, name), bucket=1)
+    share = functools.partial(check_on, pools, prepare=functools.partial(shared, name), bucket=1)
     for way in ("kept", "chunks, kept"):
         share(case=Case("llama", way=way, engine="zero1"))
     with pytest.raises(AssertionError, match=rf"layers.0.{name}.* trains and is used in several parts"):

@@ -1,6 +1,7 @@
 """What surrounds an attached model: half precision, autocast, generation, a router's loss, and dropout."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -9,14 +10,16 @@ from cases import (
     ALL_OFF,
     ALL_ON,
     attach,
+    check_refused,
     check_step,
     lines_of,
     make_model,
     plain_step,
+    same,
     sample_of,
     step,
 )
-from operators import error_of, randn
+from operators import gradients, leaf, randn
 
 import alstlib
 from alstlib.base.reference import relative_error
@@ -94,14 +97,13 @@ def test_generation_inside_apply_is_plain_generation(name, how):
 
 
 def refused_generation(rank, world):
+    says = r"^generate\(\) needs the whole sequence on one rank: call it after detach\(\), or with sp=1$"
     with attach(make_model(), alstlib.SPContext.create(world)) as handle:
-        return error_of(handle.model.generate, IDS)
+        check_refused(says, handle.model.generate, IDS)
 
 
 def test_generation_over_ranks_is_refused(ranks2):
-    assert set(ranks2(refused_generation)) == {
-        "generate() needs the whole sequence on one rank: call it after detach(), or with sp=1"
-    }
+    ranks2(refused_generation)
 
 
 # ----- a router's loss
@@ -126,25 +128,19 @@ def test_router_loss_is_in_the_output():
 def test_a_router_loss_that_is_not_known_is_refused():
     model = zoo.small("JetMoeConfig", num_hidden_layers=1, kv_channels=8, num_local_experts=4, num_experts_per_tok=2)
     with attach(model):
-        said = error_of(model, **SAMPLE, output_router_logits=True)
-    assert "output_router_logits=True: the router's loss of JetMoe" in said
+        check_refused(
+            "output_router_logits=True: the router's loss of JetMoe", model, **SAMPLE, output_router_logits=True
+        )
 
 
 @pytest.mark.parametrize("name", ["sdpa", "blockwise"])
 def test_kernels_sum_in_full_precision_under_autocast(name):
-    op, tensors = (
-        UlyssesAttention(alstlib.SPContext(), name),
-        [randn(1, n, 64, 8, seed=n, dtype=torch.bfloat16) for n in (4, 2, 2, 4)],
-    )
-
-    def run():
-        leaves = [t.clone().requires_grad_() for t in tensors[:3]]
-        out = op(*leaves, scale=1.0, softcap=30.0 if name == "blockwise" else None)
-        return out, *torch.autograd.grad(out, leaves, tensors[3])
-
+    *qkv, dout = (leaf(randn(1, n, 64, 8, seed=n), torch.bfloat16) for n in (4, 2, 2, 4))
+    op, how = UlyssesAttention(alstlib.SPContext(), name), {"softcap": 30.0 if name == "blockwise" else None}
+    run = functools.partial(gradients, functools.partial(op, scale=1.0, **how), qkv, dout)
     plain = run()
     with torch.autocast("cpu", torch.bfloat16):
-        assert all(torch.equal(a, b) for a, b in zip(plain, run(), strict=True))
+        assert same(plain, run())
 
 
 # ----- dropout

@@ -2,7 +2,6 @@
 
 import logging
 
-import peft
 import pytest
 import torch
 import yaml
@@ -20,8 +19,10 @@ from cases import (
     plain_step,
     same,
     step,
+    with_lora,
     worst_error,
 )
+from torch import nn
 
 import alstlib
 from alstlib.base.sizing import kept_on_host
@@ -152,11 +153,9 @@ chunks in tiles: {tiles: *tiles, chunk: 20}
 """)
 
 
-def with_lora():
+def adapted():
     """GPT-NeoX with dropout after its MLP, and adapters that drop in front of it and inside."""
-    torch.manual_seed(3)
-    config = peft.LoraConfig(r=4, lora_dropout=0.3, target_modules=["dense", "dense_4h_to_h"], init_lora_weights=False)
-    return peft.get_peft_model(zoo.build("gpt_neox", hidden_dropout=0.3), config).train()
+    return with_lora(zoo.build("gpt_neox", hidden_dropout=0.3), ["dense", "dense_4h_to_h"], lora_dropout=0.3).train()
 
 
 def evaluate(model):
@@ -184,7 +183,7 @@ def ask_the_reference(wrapped):
 def test_a_forward_between_a_forward_and_its_backward(how, between):
     """What a pass draws, and in which mode it runs, belongs to the pass: gradients are the same, bit for bit. A mode
     that was switched meanwhile stays."""
-    wrapped = with_lora()
+    wrapped = adapted()
     with attach(wrapped.get_base_model(), **PASSES[how]):
         train(wrapped)  # layers are known from their first pass
         want = train(wrapped)[1]
@@ -275,7 +274,7 @@ def test_weights_that_the_layer_does_not_own(how, frozen):
     """Vectors that hooks add, as in steering, get their gradients too; in tiles also where no weight trains. They are
     none of the weights that are chosen."""
     model, layer = model_of().requires_grad_(False), 2
-    vectors = {n: torch.zeros(WIDTH, requires_grad=True) for n in ("self_attn", "mlp")}
+    vectors = nn.ParameterDict({n: torch.zeros(WIDTH) for n in ("self_attn", "mlp")})
     if frozen and "chunks" in how:
         pytest.skip("refused: see the next test")
     weight = model.model.layers[layer].self_attn.o_proj.weight.requires_grad_(not frozen)
@@ -287,13 +286,12 @@ def test_weights_that_the_layer_does_not_own(how, frozen):
         getattr(model.model.layers[layer], name).register_forward_hook(add)
     found = []
     for options in (ALL_OFF, PASSES[how]):
-        for vector in vectors.values():
-            vector.grad = None
+        vectors.zero_grad()
         with attach(model, **options):
             if not frozen:
                 torch.autograd.grad(loss(model), [weight])
-                assert {vector.grad for vector in vectors.values()} == {None}
-            found.append(train(model)[1] | {n: vector.grad for n, vector in vectors.items()})
+                assert gradients(vectors) == {}
+            found.append(train(model)[1] | gradients(vectors))
     assert worst_error(*found)[0] < 1e-5
 
 
@@ -302,8 +300,7 @@ def test_a_weight_that_nothing_owns_is_refused_in_a_frozen_layer_in_chunks():
     model, vector = model_of().requires_grad_(False), torch.zeros(WIDTH, requires_grad=True)
     model.model.layers[2].mlp.register_forward_hook(lambda module, args, out: out + vector)
     with attach(model, chunk=20):
-        with pytest.raises(ValueError, match="weight that no layer owns"):
-            loss(model)
+        check_refused("weight that no layer owns", loss, model)
         with torch.no_grad():
             loss(model)
 
@@ -311,7 +308,7 @@ def test_a_weight_that_nothing_owns_is_refused_in_a_frozen_layer_in_chunks():
 @pytest.mark.parametrize("how", ["layers", "tiles", "chunks"])
 def test_weights_that_are_frozen_before_their_backward(how):
     """An adapter that was switched off after the forward is not in the recompute."""
-    wrapped = with_lora()
+    wrapped = adapted()
     with attach(wrapped.get_base_model(), **PASSES[how]):
         made = loss(wrapped)
         with wrapped.disable_adapter(), pytest.raises(RuntimeError, match=r"weights were frozen.*between a forward"):

@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from cases import by_own_names, make_model, same
+from cases import by_own_names, check_refused, make_model, same
 
 from alstlib.base.config import RunConfig
 from alstlib.hf.loading.models import load_model
@@ -44,22 +44,19 @@ def test_the_weights_are_those_of_plain_loading(ranks2, tmp_path, tied, stage, o
         ranks2(arrives, run, tied, stage, offload)
 
 
-def refused(rank, world, run):
-    with pytest.raises(ValueError) as error:
-        load_on_first(run, torch.float32, torch.device("cpu"))
-    return str(error.value)
+def refused(rank, world, run, says):
+    check_refused(says, load_on_first, run, torch.float32, torch.device("cpu"))
 
 
 def test_what_rank_0_meets_is_raised_on_every_rank(ranks2, tmp_path):
     make_model("llama", num_hidden_layers=2).save_pretrained(tmp_path)
     run = RunConfig(model={"name": str(tmp_path), "config": {"num_hidden_layers": 3}})
-    for message in ranks2(refused, run):
-        assert "has no weights for model.layers.2." in message
+    ranks2(refused, run, r"has no weights for model\.layers\.2\.")
     model = make_model("llama", num_hidden_layers=2)
     model.get_input_embeddings().weight.data[-1, 3] = float("nan")  # a token that no document has
     model.save_pretrained(tmp_path / "parts")
-    for message in ranks2(refused, RunConfig(model={"name": str(tmp_path / "parts")})):
-        assert "its weight model.embed_tokens.weight is not finite" in message
+    run = RunConfig(model={"name": str(tmp_path / "parts")})
+    ranks2(refused, run, "its weight model.embed_tokens.weight is not finite")
 
 
 def peak_while_loading(rank, world, run):

@@ -2,13 +2,14 @@
 
 import contextlib
 import importlib.metadata
+import itertools
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
-from cases import check_refused, make_model, same
+from cases import check_refused, freeze, make_model, same
 from cases import config as case_config
 from transformers import AutoModelForCausalLM
 from trl_runs import mixture
@@ -74,37 +75,31 @@ def test_a_local_folder_has_its_weights_unless_random_ones_are_asked_for(tmp_pat
     assert len(load(tmp_path, config={"num_hidden_layers": 1}, random_weights=True).model.layers) == 1
 
 
-def counted(config, frozen=(), **how):
-    """FLOPs of forward and backward on 32 tokens as PyTorch counts them, and the dimensions that ours are from."""
+PARTS = ("mlp", "head")
+COUNTED = [
+    *itertools.product(["mha", "gqa", "qwen3", "gpt2"], [False, True], [()]), ("gqa", False, PARTS),
+    ("experts", False, PARTS),
+]  # fmt: skip
+"""Models, whether embeddings are tied, and parts of the names of frozen weights."""
+
+
+@pytest.mark.parametrize("kind, tied, frozen", COUNTED)
+def test_flos_count_every_matrix_multiplication(kind, tied, frozen):
+    """The model's FLOPs are what PyTorch counts over forward and backward (2 flops a multiply-add), but for the half
+    of the attention that is masked. An adapter's base has no gradients of its own, and a token goes to two of four
+    experts. What they are in a result is in tests/runs/test_results.py."""
     from torch.utils.flop_counter import FlopCounterMode
 
+    how = {"experts_implementation": "eager"} if kind == "experts" else {}
+    config = mixture() if how else case_config(kind, tie_word_embeddings=tied)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", **how)
-    for name, p in model.named_parameters():
-        p.requires_grad_(not any(part in name for part in frozen))
+    freeze(model, frozen)
     with FlopCounterMode(display=False) as counter:
         model(input_ids=torch.arange(32).view(1, 32), use_cache=False).logits.sum().backward()
-    return counter.get_total_flops(), flop_dimensions(model)
-
-
-@pytest.mark.parametrize("kind", ["mha", "gqa", "qwen3", "gpt2"])
-@pytest.mark.parametrize("tied", [False, True])
-def test_flos_count_every_matrix_multiplication(kind, tied):
-    """PyTorch's own counter over forward and backward agrees (2 flops a multiply-add, full attention matrix). What
-    they are in a result is in tests/runs/test_results.py."""
-    found, dimensions = counted(case_config(kind, tie_word_embeddings=tied))
-    attention = 3 * 4 * 32 * 32 * dimensions["head_dim"] * dimensions["heads"] * dimensions["layers"]
-    assert found == pytest.approx(6 * dimensions["dense_params"] * 32 + attention, rel=0.02)
-
-
-@pytest.mark.parametrize("kind", ["llama", "mixtral"])
-def test_flos_of_frozen_matrices_and_of_experts(kind):
-    """An adapter's base has no gradients of its own, and a token goes to two of four experts. The model's FLOPs are
-    what PyTorch counts, but for the half of the attention that is masked."""
-    experts = {"experts_implementation": "eager"} if kind == "mixtral" else {}
-    found, dimensions = counted(mixture() if experts else case_config("gqa"), ("mlp", "head"), **experts)
+    dimensions = flop_dimensions(model)
     masked = 6 * 32 * 32 * dimensions["head_dim"] * dimensions["heads"] * dimensions["layers"]
-    assert dimensions["frozen"] > dimensions["dense_params"] / 3
-    assert found == pytest.approx(flos(32, 32, **dimensions)["model"] + masked, rel=0.02)
+    assert (dimensions["frozen"] > dimensions["dense_params"] / 3) == bool(frozen)
+    assert counter.get_total_flops() == pytest.approx(flos(32, 32, **dimensions)["model"] + masked, rel=0.02)
 
 
 @pytest.mark.parametrize("name", ["num_experts_per_tok", "top_k_experts", "moe_topk"])

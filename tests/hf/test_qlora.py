@@ -43,11 +43,10 @@ def base(kind, folder):
         how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
         return AutoModelForCausalLM.from_pretrained(folder, quantization_config=how, dtype=torch.float32)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    for layer in model.model.layers:
-        for parent in (layer.self_attn, layer.mlp):
-            for name, linear in list(parent.named_children()):
-                if isinstance(linear, nn.Linear):
-                    setattr(parent, name, Packed(linear))
+    layers = model.model.layers
+    for name, module in [*layers.named_modules()]:
+        if isinstance(module, nn.Linear):
+            layers.set_submodule(name, Packed(module))
     return model
 
 

@@ -6,7 +6,7 @@ import gc
 import pytest
 import torch
 import zoo
-from cases import ALL_OFF, ALL_ON, attach, check_attached, check_refused, check_step, plain_step, sample_of, step
+from cases import ALL_OFF, ALL_ON, attach, check_attached, check_refused, check_step, no_gc, plain_step, sample_of, step
 
 SAMPLE = sample_of(26)
 INPUT = 2 * 26 * 32 * 4
@@ -49,15 +49,10 @@ def with_graphs():
 def test_nothing_of_a_step_is_left(options):
     """A recompute that held the mapping would hold the graph that it is a part of."""
     model = gemma3n()
-    with attach(model, **options):
-        gc.collect()
-        gc.disable()
-        try:
-            before = with_graphs()
-            step(model, SAMPLE)
-            assert with_graphs() == before
-        finally:
-            gc.enable()
+    with attach(model, **options), no_gc():
+        before = with_graphs()
+        step(model, SAMPLE)
+        assert with_graphs() == before
 
 
 def test_what_is_shared_and_no_keys_is_not_cut(monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 import zoo
-from cases import attach, batch, check_refused, each_document, gradients, make_model, on_ranks, worst_error
+from cases import attach, batch, check_refusals, each_document, gradients, make_model, on_ranks, worst_error
 from operators import logps_of, randn
 from test_block_step import LENGTH, PACKED, sample
 from torch import nn
@@ -125,23 +125,20 @@ def test_sums_of_documents():
     assert alstlib.sequence_logps(torch.tensor([[2.0**24, 1.0, 1.0, 1.0]]), {}, ctx).item() == 2**24 + 3
 
 
+REFUSED = r"""
+alstlib.token_logps(model, given, block=4)                          | call token_logps under torch.no_grad
+step(temperature=0.5)                                               | temperature=0.5 is of an objective
+step(engine_divides_by=2, objective=torch.sum)                      | leave engine_divides_by out
+step(4, objective=lambda x: x) | must return a tensor of one number, the loss; it returned of shape \[1, 21\]
+alstlib.token_logps(experts, given) | have no load-balancing loss: use output_router_logits=False
+"""
+
+
 def test_refusals():
     given, model, experts = batch(21), make_model(), zoo.build("mixtral")
-    logps = functools.partial(alstlib.token_logps, model)
-    with attach(model):
-        check_refused("call token_logps under torch.no_grad", logps, given, block=4)
+    with attach(model), attach(experts) as handle:
         step = functools.partial(alstlib.block_step, model, given)
-        check_refused("temperature=0.5 is of an objective", step, temperature=0.5)
-        check_refused("leave engine_divides_by out", step, engine_divides_by=2, objective=torch.sum)
-        check_refused(
-            r"must return a tensor of one number, the loss; it returned of shape \[1, 21\]",
-            step,
-            4,
-            objective=lambda x: x,
-        )
-    with attach(experts) as handle:
-        says = "have no load-balancing loss: use output_router_logits=False"
-        check_refused(says, alstlib.token_logps, experts, given)
+        check_refusals(REFUSED, {**globals(), **locals()})
         assert handle.state is None
         experts.config.output_router_logits = False
         assert alstlib.token_logps(experts, given).shape == (1, 21)

@@ -3,14 +3,13 @@ on fake tensors of 4M tokens, and are compared with whole calls where tensors ar
 
 import functools
 import importlib.metadata
-import sys
 from pathlib import Path
-from types import MethodType, ModuleType, SimpleNamespace
-from unittest import mock
+from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
-from operators import gradients, randn, worst
+from cases import check_refused, values_of
+from operators import as_transformers_wraps, gradients, randn, worst
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.qwen3_next import modeling_qwen3_next
@@ -35,11 +34,7 @@ def stand_in(package, name, makes=lambda x, *_, **__: torch.empty_like(x)):
         return makes(*args, **kwargs)
 
     kernel.__module__, kernel.__qualname__, kernel.__name__ = f"{package}.inside", name, name
-    module = ModuleType("a_package_of_kernels")
-    module.kernel = kernel
-    with mock.patch.dict(sys.modules, {module.__name__: module}):
-        wrap = modeling_qwen3_next.use_kernel_func_from_hub_with_fallback("kernel", module.__name__)
-        return wrap(lambda *_, **__: 1 / 0), calls
+    return as_transformers_wraps(kernel), calls
 
 
 def convolution(x, weight, bias=None, activation=None):
@@ -93,23 +88,23 @@ def recurrence(name, tokens):
     return (q, q, v, fake(1, tokens, 32), fake(1, tokens, 32)), {}
 
 
-@pytest.mark.parametrize(
-    ("package", "name", "fits"),
-    [
-        ("mamba_ssm", "mamba_chunk_scan_combined", 130_816),
-        ("mamba_ssm", "selective_scan_fn", 524_032),
-        ("fla", "chunk_gated_delta_rule", 524_032),
-        ("fla", "chunk_kda", 524_032),
-    ],
-)
+FITS = values_of("""
+mamba_ssm -> mamba_chunk_scan_combined -> 130816
+mamba_ssm -> selective_scan_fn         -> 524032
+fla       -> chunk_gated_delta_rule    -> 524032
+fla       -> chunk_kda                 -> 524032
+""")
+"""Packages, their kernels, and the longest call that passes."""
+
+
+@pytest.mark.parametrize("package, name, fits", FITS)
 def test_a_recurrence_of_4m_tokens_is_refused(package, name, fits):
     kernel, calls = stand_in(package, name)
     says = rf"{name} counts elements with 32 bits .* A call of {fits:,} tokens passes: use a smaller options.chunk"
     with FakeTensorMode():
         for tokens in (TOKENS, fits + 512):
             args, more = recurrence(name, tokens)
-            with pytest.raises(ValueError, match=says):
-                below_int32(kernel)(*args, **more)
+            check_refused(says, below_int32(kernel), *args, **more)
         assert calls == []
         args, more = recurrence(name, fits)
         below_int32(kernel)(*args, **more)
@@ -127,8 +122,7 @@ def test_a_mixer_runs_guarded_kernels(monkeypatch):
     space = GatedDelta.forward(mixer, lambda name: SimpleNamespace()).func.__globals__
     with FakeTensorMode():
         args, _ = recurrence("", TOKENS)
-        with pytest.raises(ValueError, match="fla-core: chunk_gated_delta_rule"):
-            space[GatedDelta.recurrence].args[1](*args)
+        check_refused("fla-core: chunk_gated_delta_rule", space[GatedDelta.recurrence].args[1], *args)
         space[CONVOLUTION].args[1](fake(1, TOKENS, 8192, channels_last=True), fake(8192, 4))
     assert len(calls) > 1
 
@@ -164,8 +158,7 @@ def test_a_kernel_of_the_hub_is_one_of_any_version(monkeypatch):
         args, _ = recurrence("", TOKENS)
         below_int32(module)(*args)  # that of the package, which counts with 64 bits
         module.forward = MethodType(lambda self, q, k, v, g, beta: torch.empty_like(v), module)  # as `kernelize` does
-        with pytest.raises(ValueError, match=r"a kernel of the hub for .* chunk_kda counts .* or more ranks$"):
-            below_int32(module)(*args)
+        check_refused(r"a kernel of the hub for .* chunk_kda counts .* or more ranks$", below_int32(module), *args)
         args, _ = recurrence("", 2**18)
         assert below_int32(module)(*args).shape == args[2].shape
 
@@ -174,8 +167,8 @@ def test_functions_stay_known_where_the_package_of_the_hub_is_installed():
     kernel, _ = stand_in("fla", "chunk_gated_delta_rule", lambda q, k, v, g, beta, cu_seqlens=None: v)
     guarded = below_int32(in_the_hubs_module(kernel, "chunk_gated_delta_rule"))
     assert takes(guarded, "cu_seqlens")
-    with FakeTensorMode(), pytest.raises(ValueError, match="fla-core: chunk_gated_delta_rule"):
-        guarded(*recurrence("", TOKENS)[0])
+    with FakeTensorMode():
+        check_refused("fla-core: chunk_gated_delta_rule", guarded, *recurrence("", TOKENS)[0])
     own = in_the_hubs_module(convolution, "causal_conv1d_fn")  # transformers' plain function
     assert below_int32(own) is convolution
 

@@ -9,8 +9,8 @@ from typing import get_args
 import pytest
 import torch
 import yaml
-from cases import check_refused, lines_of
-from operators import EXACT, attend, error_of, exchanged, leaf, randn, worst
+from cases import check_refused, lines_of, same
+from operators import EXACT, attend, error_of, exchanged, leaf, peaks, randn, worst
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -20,7 +20,6 @@ from alstlib.kernels import attention
 from alstlib.kernels.backends import BACKENDS, PACKAGES, choose_backend
 from alstlib.kernels.paged import HeadPart, sinks_backward
 from alstlib.kernels.rule import Rule
-from alstlib.planner.measure.ledger import Ledger
 from alstlib.ulysses.attention import delta_of
 
 pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
@@ -81,15 +80,14 @@ def check(
     # where queries see one key, dq and dk are zero: differences of equal numbers, which are as large as dv
     assert worst(got, want, [w if w.any() else 1000 * want[4] for w in want]) < (tolerance or EXACT[dtype])
     assert {t.dtype for t in (got[0], *got[2:5])} == {dtype}
-    assert all(torch.equal(a, b) for a, b in zip(tensors, before)), "an input was changed"
+    assert same(tensors, before), "an input was changed"
 
 
 def test_heads_whose_numbers_do_not_lie_side_by_side():
     """As after a convolution, which has tokens last."""
     tensors = [randn(1, 2, 8, 8, seed=i, dtype=torch.float64) for i in range(4)]
     strided = [t.mT.contiguous().mT for t in tensors]
-    want, got = (attend(BACKENDS["cpu"], each, Rule(0.3)) for each in (tensors, strided))
-    assert all(torch.equal(a, b) for a, b in zip(got, want))
+    assert same(*(attend(BACKENDS["cpu"], each, Rule(0.3)) for each in (tensors, strided)))
 
 
 @pytest.mark.parametrize(
@@ -169,10 +167,8 @@ def test_scores_of_hundreds_do_not_overflow(name):
 def test_nothing_of_sequence_times_sequence(name):
     """The oracle shows that the reading can fail: it makes the scores."""
     tensors = make((1, 1, 1, 1024, 8, None), torch.float32)
-    with Ledger() as ledger:
-        start = ledger.device_bytes
-        run(name, tensors, 0.3, [0, 100, 1024])
-        assert (ledger.device_peak - start > 4 * 900 * 900) == (name == "eager")
+    taken, _ = peaks(lambda: run(name, tensors, 0.3, [0, 100, 1024])[0])
+    assert (taken > 4 * 900 * 900) == (name == "eager")
 
 
 @pytest.mark.parametrize("documents", [[1, 26], [0, 25], [0, 27], [0, 20, 10, 26], [0], []], ids=str)
@@ -182,30 +178,49 @@ def test_bad_documents(documents):
 
 
 CHOICES = """
-sdpa      |  0 | float32  |  64 |      | cpu
-eager     |  0 | float64  |  64 |      | eager
-auto      |  0 | float32  | 128 | cute | cpu
-fast      |  0 | bfloat16 |  64 |      | attention='fast' is unknown; known: sdpa, auto, cpu, cudnn
-cudnn     |  0 | bfloat16 |  64 |      | 'cudnn' does not run on cpu; attention='sdpa'
-flash     |  0 | bfloat16 |  64 |      | 'flash' does not run on cpu; attention='sdpa'
-efficient |  0 | bfloat16 |  64 |      | 'efficient' does not run on cpu; attention='sdpa'
-cpu       |  9 | bfloat16 |  64 |      | 'cpu' does not run on cuda
-sdpa      |  9 | bfloat16 | 128 |      | cudnn
-sdpa      |  9 | bfloat16 | 256 |      | cudnn
-sdpa      | 10 | bfloat16 | 136 |      | flash
-sdpa      |  8 | bfloat16 | 256 |      | flash
-sdpa      |  9 | bfloat16 | 252 |      | flash
-sdpa      | 12 | bfloat16 | 256 |      | flash
-sdpa      |  9 | bfloat16 |  36 |      | flash
-sdpa      |  9 | float32  | 128 |      | efficient
-sdpa      |  9 | bfloat16 | 512 |      | efficient
-sdpa      |  9 | float64  |  64 |      | blockwise
-auto      |  9 | bfloat16 | 512 |      | efficient
-auto      |  9 | bfloat16 | 128 | cute | flash_attention_4
+sdpa      |  0 | float32  |  64 |     |       | cpu
+eager     |  0 | float64  |  64 |     |       | eager
+auto      |  0 | float32  | 128 |     | cute  | cpu
+fast      |  0 | bfloat16 |  64 |     |       | attention='fast' is unknown; known: sdpa, auto, cpu, cudnn
+cudnn     |  0 | bfloat16 |  64 |     |       | 'cudnn' does not run on cpu; attention='sdpa'
+flash     |  0 | bfloat16 |  64 |     |       | 'flash' does not run on cpu; attention='sdpa'
+efficient |  0 | bfloat16 |  64 |     |       | 'efficient' does not run on cpu; attention='sdpa'
+cpu       |  9 | bfloat16 |  64 |     |       | 'cpu' does not run on cuda
+sdpa      |  9 | bfloat16 | 128 |     |       | cudnn
+sdpa      |  9 | bfloat16 | 256 |     |       | cudnn
+sdpa      | 10 | bfloat16 | 136 |     |       | flash
+sdpa      |  8 | bfloat16 | 256 |     |       | flash
+sdpa      |  9 | bfloat16 | 252 |     |       | flash
+sdpa      | 12 | bfloat16 | 256 |     |       | flash
+sdpa      |  9 | bfloat16 |  36 |     |       | flash
+sdpa      |  9 | float32  | 128 |     |       | efficient
+sdpa      |  9 | bfloat16 | 512 |     |       | efficient
+sdpa      |  9 | float64  |  64 |     |       | blockwise
+auto      |  9 | bfloat16 | 512 |     |       | efficient
+auto      |  9 | bfloat16 | 128 |     | cute  | flash_attention_4
+auto      |  8 | bfloat16 | 128 |     | flash | flash
+auto      |  8 | bfloat16 | 192 |     | flash | flash
+auto      |  8 | bfloat16 | 256 |     | flash | flash
+auto      |  8 | bfloat16 | 128 | cap | flash | blockwise
+auto      |  8 | bfloat16 | 256 | cap | flash | blockwise
+auto      |  9 | bfloat16 | 128 |     | flash | flash_attention_3
+auto      |  9 | bfloat16 | 192 |     | flash | flash_attention_3
+auto      |  9 | bfloat16 | 256 |     | flash | flash_attention_3
+auto      |  9 | bfloat16 | 128 | cap | flash | flash_attention_3
+auto      |  9 | bfloat16 | 256 | cap | flash | flash_attention_3
+auto      | 10 | bfloat16 | 128 |     | flash | flash_attention_4
+auto      | 10 | bfloat16 | 192 |     | flash | flash
+auto      | 10 | bfloat16 | 256 |     | flash | flash_attention_4
+auto      | 10 | bfloat16 | 128 | cap | flash | flash_attention_4
+auto      | 10 | bfloat16 | 256 | cap | flash | blockwise
+sdpa      |  8 | bfloat16 | 128 | cap | flash | blockwise
+sdpa      |  9 | bfloat16 | 128 | cap | flash | blockwise
+sdpa      | 10 | bfloat16 | 128 | cap | flash | blockwise
 """
-"""Asked for, compute capability (0: a CPU), dtype, head width, installed package, and what is chosen or said."""
+"""Asked for, compute capability (0: a CPU), dtype, head width, whether scores are capped, installed packages, and what
+is chosen or said."""
 OF_PACKAGES = [
-    (name, least - less, dtype, width, package, says)
+    (name, least - less, dtype, width, "", package, says)
     for name, (_, _, least, _) in PACKAGES.items()
     for less, dtype, width, package, says in (
         (0, "bfloat16", 64, "", "needs the package flash-attn.*; attention='sdpa' chooses what runs"),
@@ -218,10 +233,10 @@ OF_PACKAGES = [
 ]
 
 
-@pytest.mark.parametrize("name, capability, dtype, width, package, found", [*lines_of(CHOICES, "|"), *OF_PACKAGES])
-def test_choice_of_a_kernel(monkeypatch, name, capability, dtype, width, package, found):
+@pytest.mark.parametrize("name, capability, dtype, width, cap, package, found", [*lines_of(CHOICES, "|"), *OF_PACKAGES])
+def test_choice_of_a_kernel(monkeypatch, name, capability, dtype, width, cap, package, found):
     spec = importlib.machinery.ModuleSpec("flash_attn", None)
-    capability, given = int(capability), (getattr(torch, dtype), int(width))
+    capability, given = int(capability), (getattr(torch, dtype), int(width), bool(cap))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
     monkeypatch.setattr(importlib.util, "find_spec", lambda n: spec if package and package in n else None)
     device = torch.device("cuda" if capability else "cpu")

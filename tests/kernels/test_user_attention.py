@@ -45,8 +45,7 @@ CHUNKS = {"offload": "sync", "chunk": 5, "on_host": "hidden+kv"}
 def test_a_users_attention_is_composed_as_a_kernel(pools, name, ranks, own, how):
     """Grouped heads, documents, windows, sinks, values of another width; on a rank, and on two."""
     case = matrix.Case(name, ranks, "packed")
-    more = matrix.More(options={"attention": own, **how})
-    matrix.check(pools(case.sp)(matrix.run, case, more), case, (1e-12, 1e-12))
+    matrix.check_on(pools, case, (1e-12, 1e-12), options={"attention": own, **how})
 
 
 def test_kernels_in_sixteen_bits_pass_the_check():
@@ -69,20 +68,14 @@ no gradient          | a logsumexp that autograd cannot differentiate | WithBack
 no logsumexp         | \] torch\.float32; output .* and logsumexp .* are needed | plain(*a, **kw)[0]
 another layout       | are needed            | (plain(*a, **kw)[0].transpose(1, 2), plain(*a, **kw)[1])
 logsumexp in 16 bits | \] torch\.float16;    | (plain(*a, **kw)[0], plain(*a, **kw)[1].half())
+a zero gradient      | its dq differs        | [(o, lse.detach() + 0 * o.sum(-1)) for o, lse in [plain(*a, **kw)]][0]
 """
-"""What a function gives of its arguments, and what is said of it."""
+"""What a function gives of its arguments, and what is said of it. Only a call on a part of the keys can show that a
+logsumexp's gradient is always zero."""
 WRONG = {name: (eval(f"lambda *a, **kw: {gives}"), why) for name, why, gives in lines_of(WRONG, "|")}
 
 
-def without_rest(q, k, v, **how):
-    """A logsumexp with a gradient that is always zero, which only a call on a part of the keys can show."""
-    out, lse = plain(q, k, v, **how)
-    return out, lse.detach() + 0 * out.sum(-1)
-
-
-@pytest.mark.parametrize(
-    "own, why", [*WRONG.values(), (without_rest, "its dq differs")], ids=[*WRONG, "a zero gradient"]
-)
+@pytest.mark.parametrize("own, why", WRONG.values(), ids=WRONG)
 def test_a_wrong_function_is_refused_at_its_first_call(own, why):
     model, ids = make_model(), torch.zeros(1, 8, dtype=torch.long)
     with attach(model, attention=own):
@@ -91,10 +84,9 @@ def test_a_wrong_function_is_refused_at_its_first_call(own, why):
 
 
 def test_what_cannot_be_an_attention():
-    check_refused(
-        r"attention=5 must be one of 'auto', .*'eager', or a function \(q, k, v", alstlib.Options, attention=5
-    )
-    check_refused(
-        "attention=WithBackward is a class; give a function, or an instance", alstlib.Options, attention=WithBackward
-    )
+    for own, says in (
+        (5, r"attention=5 must be one of 'auto', .*'eager', or a function \(q, k, v"),
+        (WithBackward, "attention=WithBackward is a class; give a function, or an instance"),
+    ):
+        check_refused(says, alstlib.Options, attention=own)
     check_refused("attention='plain' does not compute a soft cap", attach, zoo.build("gemma2"), attention=plain)

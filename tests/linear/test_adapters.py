@@ -1,14 +1,13 @@
 """Kernels that keep packed documents apart get them in one call: with functions of flash-linear-attention's and
 mamba-ssm's signatures, against loops over the whole sequence, in fp64."""
 
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 from cases import on_ranks
-from operators import randn, worst
+from operators import as_transformers_wraps, randn, worst
 from test_pass_state import RULES, gated, gated_inputs, kimi_inputs, mamba_inputs, on_rank
 from torch import nn
 from transformers.models.kimi_linear import modeling_kimi_linear
@@ -27,18 +26,6 @@ DOCUMENTS = (0, 2, 5, 7, 10, 12, 13, 15, 18, 20, 22, 25, 27, 30, 31, 33, 36, 38,
 """In each eight tokens, which is the least slice of a rank and chunk: some that are cut, and several that are not."""
 CALLS = []
 """How many documents each call of a kernel held."""
-
-
-def wrapped(implementation):
-    """As transformers wraps what it found: in a function that names no parameter and drops unknown ones."""
-    package = ModuleType("a_package_of_kernels")
-    package.kernel = implementation
-    with mock.patch.dict(sys.modules, {package.__name__: package}):
-        return modeling_qwen3_next.use_kernel_func_from_hub_with_fallback("kernel", package.__name__)(_torch_only)
-
-
-def _torch_only(*_, **__):
-    raise AssertionError("transformers found no kernel")
 
 
 def delta(q, k, *others, **how):
@@ -89,8 +76,10 @@ def mamba_kernel(
 
 
 PART, WEIGHT = SimpleNamespace(mix=lambda rule, *_: rule), torch.zeros(1)
-DELTA = GatedDelta.mix(PART, wrapped(delta_kernel), *[None] * 5, use_qk_l2norm_in_kernel=True)[0]
-MAMBA = Mamba2.mix(PART, wrapped(mamba_kernel), None, None, WEIGHT, None, None, 16, WEIGHT, WEIGHT, dt_softplus=True)
+DELTA = GatedDelta.mix(PART, as_transformers_wraps(delta_kernel), *[None] * 5, use_qk_l2norm_in_kernel=True)[0]
+MAMBA = Mamba2.mix(
+    PART, as_transformers_wraps(mamba_kernel), None, None, WEIGHT, None, None, 16, WEIGHT, WEIGHT, dt_softplus=True
+)
 FAMILIES = {
     "gated delta rule": (gated_inputs, delta, DELTA, (6, 1)),
     "Kimi delta attention": (kimi_inputs, delta, DELTA, (6, 6)),
@@ -122,10 +111,10 @@ def test_what_a_kernel_takes_is_seen_through_transformers():
     for name in ("cu_seqlens", "seq_idx"):
         assert not takes(modeling_qwen3_next.torch_chunk_gated_delta_rule, name)
         assert not takes(modeling_mamba2.mamba2_chunk_scan, name)
-        assert not takes(wrapped(lambda q, **kwargs: q), name)
-    assert takes(wrapped(delta_kernel), "cu_seqlens")
+        assert not takes(as_transformers_wraps(lambda q, **kwargs: q), name)
+    assert takes(as_transformers_wraps(delta_kernel), "cu_seqlens")
     assert takes(delta_kernel, "cu_seqlens")
-    assert takes(wrapped(mamba_kernel), "seq_idx")
+    assert takes(as_transformers_wraps(mamba_kernel), "seq_idx")
 
 
 def test_the_oracle_computes_what_transformers_does():

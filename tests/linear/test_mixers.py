@@ -1,13 +1,11 @@
 """Hybrids attached on real ranks against plain transformers: loss and every gradient."""
 
-import functools
 import gc
 
-import matrix
 import pytest
 import zoo
-from cases import attach, batch, check_refused, growth, small_pages, train
-from matrix import Case, More
+from cases import attach, batch, check_refused, train
+from matrix import Case, check_on
 from torch import nn
 
 import alstlib
@@ -37,8 +35,7 @@ from token to token, and further models, are the net's alone."""
 
 def step(pools, name, data, world, options, states="pass", **more):
     case = Case(name, f"{world}x1", states=states, tiles="default")
-    given = More(options, data=data, accumulation=1, **more)
-    matrix.check(pools(world)(matrix.run, case, given), case)
+    check_on(pools, case, options=options, data=data, accumulation=1, **more)
 
 
 @pytest.mark.parametrize("data, world, options", CASES.values(), ids=CASES)
@@ -86,7 +83,7 @@ def told(rank, world, states, chunk, widths):
     with attach(model, ctx, linear_attention=states, chunk=chunk) as handle:
         for length in (48, 96, 48):
             data = {**verify.sample(length, False), "document_lengths": [[length]]}
-            alstlib.causal_lm_loss(model, shard_batch(data, world, rank)).loss.backward()
+            train(model, shard_batch(data, world, rank))
         return [note for note in handle.notes if "linear_attention" in note], handle.wire_bytes
 
 
@@ -104,18 +101,6 @@ def test_auto_takes_heads_where_they_divide_evenly_and_says_so(pools, way, heads
 def test_fewer_heads_than_ranks_pass_their_state(pools):
     note = "gated delta rule: 2 heads for 3 ranks: states are passed (linear_attention='heads')"
     assert [notes for notes, _ in pools(3)(told, "heads", None, {"linear_num_value_heads": 2})] == [[note]] * 3
-
-
-@pytest.mark.slow
-def test_memory_of_chunks_does_not_grow():
-    """From 256 to 512 tokens, with hidden states, keys and values on the host, the device's peak grows by what each
-    chunk begins with (1,440 bytes for 64 tokens), and by positions and labels."""
-
-    how = {"tiles": {"mlp": True, "loss": 32, "norm": 32}, "save_attention": False,
-           "build": functools.partial(zoo.build_hybrid, "qwen3_5")}  # fmt: skip
-    with small_pages():
-        assert growth(256, 512, offload="sync", chunk=64, on_host="hidden+kv", **how) < 80
-        assert growth(256, 512, **how) > 1000  # the reading can fail
 
 
 def test_without_checkpoints_a_loss_that_is_held_holds_no_inputs():

@@ -1,14 +1,13 @@
 """Offloaded checkpoints: gradients of the plain function, exact replay, host memory that is counted and bounded."""
 
-import gc
+import functools
 import mmap
 import sys
-from contextlib import contextmanager
-from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
-from cases import attach, batch, lines_of, make_model, train
+from cases import attach, batch, lines_of, make_model, no_gc, train
 from operators import counted, gradients, randn, worst
 from test_ledger import OPTIONS as MORE_OPTIONS
 from torch import Tensor, nn
@@ -57,17 +56,13 @@ def after(block, run):
     return fn
 
 
-def kept_by(store):
-    return lambda block, *args, **kwargs: checkpoint(block, *args, store=store, **kwargs)
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("mode", MODES)
 def test_checkpoint_equals_the_plain_function(mode, dropout):
     """Outputs, x, a second tensor, a keyword tensor, weights; the random state afterwards; upstream other than 1."""
     block, tensors, store = Block(dropout), [t.requires_grad_() for t in inputs()], HostStore(mode)
-    found = []
-    for run in (Block.__call__, kept_by(store)):
+    found, keep = [], functools.partial(checkpoint, store=store)
+    for run in (Block.__call__, keep):
         block.zero_grad()
         made = gradients(after(block, run), tensors, randn(2 * 7 * 9))
         found.append([*made, torch.rand(3), *(p.grad for p in block.parameters())])
@@ -75,7 +70,7 @@ def test_checkpoint_equals_the_plain_function(mode, dropout):
     assert block.calls == 1 + 2
     assert (store.nbytes > 0) == (mode != "none")
     with torch.no_grad():  # the function is simply run
-        leased, out = store.leased, kept_by(store)(block, *tensors[:2], scale=tensors[2])
+        leased, out = store.leased, keep(block, *tensors[:2], scale=tensors[2])
     assert block.calls == 1 + 2 + 1
     assert not out[0].requires_grad
     assert store.leased == leased
@@ -89,16 +84,6 @@ def test_a_frozen_function_costs_nothing():
 
 
 # ----- host memory
-
-
-@contextmanager
-def no_gc():
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def run_step(store, length, layers=3):
@@ -213,19 +198,17 @@ def test_slabs_are_private_in_huge_pages_and_not_forked(monkeypatch):
 
 
 def test_pinned_slabs_wait_before_they_go(monkeypatch):
-    calls = []
-    cudart = SimpleNamespace(
-        cudaHostRegister=lambda *_: calls.append("register") or 0,
-        cudaHostUnregister=lambda *_: calls.append("unregister"),
-    )
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: calls.append("synchronize"))
+    cuda = mock.Mock()
+    runtime = cuda.cudart()
+    for name in ("cudart", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    runtime.cudaHostRegister.side_effect = [0, 2]
     host_store._Slab(3 * 2**20 + 5, torch.device("cuda")).bytes.fill_(1)
-    assert calls == ["register", "synchronize", "unregister"]
-    monkeypatch.setattr(cudart, "cudaHostRegister", lambda *_: 2)
     with pytest.raises(HostOutOfMemory, match=r"cannot pin 64 bytes of host memory \(CUDA error 2\)"):
         host_store._Slab(64, torch.device("cuda"))
-    assert len(calls) == 3  # what was not pinned is not unpinned
+    calls = [name.removeprefix("cudart().") for name, *_ in cuda.mock_calls if name != "cudart"]
+    # what was not pinned is not unpinned
+    assert calls == ["cudaHostRegister", "synchronize", "cudaHostUnregister", "cudaHostRegister"]
 
 
 STRIDES = """

@@ -1,6 +1,7 @@
 """A disk under the host: the same bits, read in backward's order two layers ahead, and failures that all ranks see."""
 
 import errno
+import fcntl
 import gc
 import mmap
 import os
@@ -15,7 +16,7 @@ import weakref
 import pytest
 import torch
 import yaml
-from cases import attach, batch, check_refused, make_model, on_ranks, same, small_pages, step, train
+from cases import attach, batch, check_refused, lines_of, make_model, same, small_pages, step, train
 from device.module import device
 
 import alstlib
@@ -29,14 +30,15 @@ ROW, OUTPUT = LENGTH * WIDTH * 4, LENGTH * 4 * (8 * 4 + 4)
 """Bytes of one layer's input, and of its attention output with the sums."""
 TABLES = 2 * LENGTH * 8 * 4
 LAYER = ROW + OUTPUT
-WAYS = {
-    "whole": ({"save_attention": True}, (STAGED + 2) * LAYER),
-    "inputs": ({"save_attention": False}, (STAGED + 1) * ROW),
-    "auto": ({"save_attention": "auto"}, (STAGED + 4) * LAYER),
-    "chunks": ({"chunk": 64, "on_host": "none", "save_attention": True}, (STAGED + 2) * LAYER),
-    "hidden": ({"chunk": 64, "on_host": "hidden", "save_attention": True}, STAGED * LAYER + 5 * ROW + TABLES),
-    "pages": ({"chunk": 100, "on_host": "hidden+kv", "save_attention": False}, (STAGED + 9) * ROW + TABLES),
-}
+WAYS = """
+whole  | {save_attention: true}                                     | (STAGED + 2) * LAYER
+inputs | {save_attention: false}                                    | (STAGED + 1) * ROW
+auto   | {save_attention: auto}                                     | (STAGED + 4) * LAYER
+chunks | {chunk: 64, on_host: none, save_attention: true}           | (STAGED + 2) * LAYER
+hidden | {chunk: 64, on_host: hidden, save_attention: true}         | STAGED * LAYER + 5 * ROW + TABLES
+pages  | {chunk: 100, on_host: hidden+kv, save_attention: false}    | (STAGED + 9) * ROW + TABLES
+"""
+WAYS = {name: (yaml.safe_load(options), eval(budget)) for name, options, budget in lines_of(WAYS, "|")}
 """Options, and host bytes that hold a part of what is kept."""
 
 
@@ -101,9 +103,7 @@ def test_backward_reads_in_its_order_two_layers_ahead(tmp_path, monkeypatch):
         monkeypatch.setattr(DiskFile, name, noted)
     with with_disk(model := model_of(), tmp_path, host_memory=STAGED * ROW) as handle:
         own = handle.store.get
-        monkeypatch.setattr(
-            handle.store, "get", lambda *a: (own(*a), begun.append(len(places["fill"])))[0]
-        )  # fmt: skip
+        monkeypatch.setattr(handle.store, "get", lambda *a: (own(*a), begun.append(len(places["fill"])))[0])
         train(model, batch(LENGTH))
     assert len(places["write"]) == LAYERS
     assert places["fill"] == places["write"][::-1]
@@ -138,27 +138,22 @@ def test_a_store_ends_with_its_model_whatever_was_on_its_way(tmp_path):
     assert store() is None
 
 
-def refused(monkeypatch):
-    """Direct access fails, as in file systems that take the flag and then refuse."""
-    own = os.pwrite
+def test_where_direct_access_is_refused_it_goes_on_and_says_so(tmp_path, monkeypatch):
+    """As in file systems that take the flag and then refuse."""
+    model, sample, own = model_of(), batch(LENGTH), os.pwrite
 
     def pwrite(descriptor, *args):
-        if disk_store.fcntl.fcntl(descriptor, disk_store.fcntl.F_GETFL) & os.O_DIRECT:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
             raise OSError(errno.EINVAL, "refused")
         return own(descriptor, *args)
 
-    monkeypatch.setattr(os, "pwrite", pwrite)
-
-
-def test_where_direct_access_is_refused_it_goes_on_and_says_so(tmp_path, monkeypatch):
-    model, sample = model_of(), batch(LENGTH)
     with attach(model, offload=True, save_attention=False):
         _, want = step(model, sample)
     with with_disk(model, tmp_path) as handle:
         assert handle.store.file.direct
         assert not any("O_DIRECT" in note for note in handle.notes)
     monkeypatch.setattr(tempfile, "_O_TMPFILE_WORKS", False)  # a file that has a name for a moment
-    refused(monkeypatch)
+    monkeypatch.setattr(os, "pwrite", pwrite)
     with with_disk(model, tmp_path) as handle:
         assert not handle.store.file.direct
         assert sum("O_DIRECT" in note for note in handle.notes) == 1
@@ -221,45 +216,50 @@ def test_a_plan_never_takes_more_than_the_host_has():
         assert movable - away + moving <= max(room, movable - away), (layers, tokens, heads, chunks, room)
 
 
-def run_on_two(rank, world, folder, way, fault=None):
-    """Losses and gradients with and without a disk; with a fault on the last rank, what each rank says."""
-    ctx, data = alstlib.SPContext.create(world), batch(2 * LENGTH, world=world, rank=rank)
-    with pytest.MonkeyPatch.context() as patch, small_pages(64):
-        model, found = model_of(), []
-        if fault is None:
-            with attach(model, ctx, offload=True, **WAYS[way][0]):
-                found.append(step(model, data, ctx))
-            with with_disk(model, folder, way, ctx) as handle:
-                found.append(step(model, data, ctx))
-                return found[0][0] == found[1][0], same(found[0][1], found[1][1]), handle.store.file.written
-        with with_disk(model, folder, way, ctx) as handle:
-            before, over = resource.getrlimit(resource.RLIMIT_FSIZE), threading.Event()
-            if rank == world - 1 and fault == "full":
-                resource.setrlimit(resource.RLIMIT_FSIZE, (ROW, before[1]))
-            elif rank == world - 1:
+def compared(model, data, folder, way, ctx=None):
+    """Each of two steps with a disk, which is used, has the bits of a step without."""
+    with small_pages(64), attach(model, ctx, offload=True, **WAYS[way][0]):
+        loss, want = step(model, data, ctx)
+    with small_pages(64), with_disk(model, folder, way, ctx) as handle:
+        for _ in range(2):
+            got, grads = step(model, data, ctx)
+            assert got == loss
+            assert same(grads, want)
+        assert handle.store.file.written > ROW
 
-                def broken(*_):
-                    over.wait(100 if fault == "slow" else 0)
-                    raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-                patch.setattr(disk_store, "PATIENCE", 0.2)
-                patch.setattr(os, "preadv" if fault == "reads" else "pwrite", broken)
-            try:
-                train(model, data)
-            except DiskFailed as e:
-                return str(e), any(p.grad is not None for p in model.model.layers.parameters())
-            finally:
-                over.set()
-                resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    return "", True
+def on_two(rank, world, folder, way):
+    ctx = alstlib.SPContext.create(world)
+    compared(model_of(), batch(2 * LENGTH, world=world, rank=rank), folder, way, ctx)
 
 
 @pytest.mark.parametrize("way", ["auto", "hidden"])
-def test_a_step_of_two_ranks(pools, tmp_path, way):
-    for loss, gradients, written in on_ranks(pools, 2, run_on_two, str(tmp_path), way):
-        assert loss
-        assert gradients
-        assert written > ROW
+def test_a_step_of_two_ranks(ranks2, tmp_path, way):
+    ranks2(on_two, str(tmp_path), way)
+
+
+def failing(rank, world, folder, fault):
+    """What each rank says where the last one's disk fails, and whether a layer got a gradient."""
+    model, ctx = model_of(), alstlib.SPContext.create(world)
+    before, over = resource.getrlimit(resource.RLIMIT_FSIZE), threading.Event()
+
+    def broken(*_):
+        over.wait(100 if fault == "slow" else 0)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with pytest.MonkeyPatch.context() as patch, small_pages(64), with_disk(model, folder, "hidden", ctx):
+        if rank == world - 1 and fault == "full":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (ROW, before[1]))
+        elif rank == world - 1:
+            patch.setattr(disk_store, "PATIENCE", 0.2)
+            patch.setattr(os, "preadv" if fault == "reads" else "pwrite", broken)
+        try:
+            train(model, batch(2 * LENGTH, world=world, rank=rank))
+        except DiskFailed as e:
+            return str(e), any(p.grad is not None for p in model.model.layers.parameters())
+        finally:
+            over.set()
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize(
@@ -267,13 +267,11 @@ def test_a_step_of_two_ranks(pools, tmp_path, way):
     [("full", "has no room for .* bytes .*File too large"), ("reads", "failed .Input/output error"),
      ("writes", "failed .Input/output error"), ("slow", "has moved nothing for 0.2 s")],
 )  # fmt: skip
-def test_a_fault_of_one_disk_ends_all_ranks_before_a_gradient(pools, tmp_path, fault, says):
-    other, (own, grad) = on_ranks(pools, 2, run_on_two, str(tmp_path), "hidden", fault)
+def test_a_fault_of_one_disk_ends_all_ranks_before_a_gradient(ranks2, tmp_path, fault, says):
+    other, (own, grad) = ranks2(failing, str(tmp_path), fault)
     assert other == ("the disk of rank 1 failed: its own message says why", False)
     assert not grad
-    assert own.startswith(f"the disk in '{tmp_path}'")
-    assert own.endswith("or disk=None")
-    assert re.search(says, own), own
+    assert re.fullmatch(f"the disk in '{re.escape(str(tmp_path))}'.*{says}.*or disk=None", own, re.DOTALL), own
 
 
 def test_pieces_fill_memory_whatever_their_number(tmp_path, monkeypatch):
@@ -291,17 +289,13 @@ def test_pieces_fill_memory_whatever_their_number(tmp_path, monkeypatch):
     assert file.room() == 80_000 - 5 * 4096
 
 
-def late_steps(rank, world, folder, way):
-    """Whether two steps with a disk are the bits of a step without, on a device whose copies are late."""
+def on_late(rank, world, folder, way):
+    """On a device whose copies are late."""
     here = device()
-    model, data = model_of().to(here), {n: t.to(here) for n, t in batch(LENGTH).items() if isinstance(t, torch.Tensor)}
-    with small_pages(64), attach(model, offload=True, **WAYS[way][0]):
-        want = step(model, data)
-    with small_pages(64), with_disk(model, folder, way) as handle:
-        found = [step(model, data) for _ in range(2)]
-        return [got[0] == want[0] and same(got[1], want[1]) for got in found], handle.store.file.written > ROW
+    data = {n: t.to(here) for n, t in batch(LENGTH).items() if isinstance(t, torch.Tensor)}
+    compared(model_of().to(here), data, folder, way)
 
 
 @pytest.mark.parametrize("way", ["whole", "hidden"])
 def test_copies_of_a_device_are_waited_for(late1, tmp_path, way):
-    assert late1(late_steps, str(tmp_path), way)[0] == ([True, True], True)
+    late1(on_late, str(tmp_path), way)

@@ -4,15 +4,18 @@ import functools
 
 import pytest
 import torch
+from cases import same
 from operators import (
     DTYPES,
     LAYOUTS,
+    Operations,
     agree,
     error_of,
     gradients,
     leaf,
     logps_of,
     of_module,
+    peaks,
     randn,
     randomised,
     strided,
@@ -22,7 +25,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from alstlib.base import reference
-from alstlib.planner.measure.ledger import Ledger
 from alstlib.tiled.logits import LogitTransform, Statistics
 from alstlib.tiled.loss import TiledHead, tiled_logits_loss
 
@@ -53,8 +55,8 @@ def inputs_of(*shape, bias=False, layout=Tensor.clone):
     return [t.requires_grad_() for t in tensors]
 
 
-LOSS = (lambda *given, **how: -reference.token_logps(*given, **how).sum(), tiled_logits_loss, {})
-LOGPS = (reference.token_logps, functools.partial(tiled_logits_loss, temperature=1.0), {})
+LOSS = (lambda *given, **how: -reference.token_logps(*given, **how).sum(), tiled_logits_loss)
+LOGPS = (reference.token_logps, functools.partial(tiled_logits_loss, temperature=1.0))
 BOTH = pytest.mark.parametrize("kind", [LOSS, LOGPS], ids=["loss", "logps"])
 """The oracle and the operator: the loss, and the log-probability of each label."""
 PLAIN, ALL = TRANSFORMS["plain"], TRANSFORMS["both"]
@@ -62,12 +64,12 @@ TRANSFORMED = pytest.mark.parametrize("transform", [PLAIN, ALL], ids=["plain", "
 
 
 def oracle(labels, transform=PLAIN, kind=LOSS):
-    how = {"scale": transform.scale, "softcap": transform.softcap, **kind[2]}
+    how = {"scale": transform.scale, "softcap": transform.softcap}
     return lambda hidden, weight, bias=None: kind[0](hidden, weight, labels, bias, **how)
 
 
-def tiled(labels, tile, transform=None, kind=LOSS):
-    how = {"tile": tile, "transform": transform, **kind[2]}
+def tiled(labels, tile, transform=None, kind=LOSS, **how):
+    how |= {"tile": tile, "transform": transform}
     return lambda hidden, weight, bias=None: kind[1](hidden, weight, labels, bias=bias, **how)
 
 
@@ -75,10 +77,10 @@ def number(value):
     return torch.tensor(value, dtype=torch.float64)
 
 
-def upstream_of(kind, labels, scale=0.25):
+def upstream_of(kind, labels):
     """Of the loss; or of each token, of both signs, some of them zero and some of tokens without a label."""
     if kind is LOSS:
-        return number(scale)
+        return number(0.25)
     upstream = randn(*labels.shape, seed=9)
     upstream.view(-1)[::3] = 0
     return upstream
@@ -108,12 +110,9 @@ def test_logits_of_hundreds_do_not_overflow():
 @BOTH
 def test_within_a_checkpoint_of_pytorch(kind):
     """Which lets what is saved be unpacked once."""
-    hidden, weight = inputs_of(7)
-    labels = labels_of(7)
-    want = torch.autograd.grad(kind[1](hidden, weight, labels).sum(), [hidden, weight])
-    made = checkpoint(lambda h: kind[1](h, weight, labels), hidden, use_reentrant=False)
-    for one, right in zip(torch.autograd.grad(made.sum(), [hidden, weight]), want):
-        torch.testing.assert_close(one, right, rtol=0, atol=0)
+    given, labels = inputs_of(7), labels_of(7)
+    plain, made = kind[1](*given, labels), checkpoint(kind[1], *given, labels, use_reentrant=False)
+    assert same(*(torch.autograd.grad(out.sum(), given) for out in (made, plain)))
 
 
 @BOTH
@@ -160,17 +159,6 @@ def test_gpu_bf16(kind, transform):
     test_bf16_does_not_lose_with_the_number_of_tiles(kind, transform, False, "cuda")
 
 
-def growth(fn):
-    """Peak bytes of forward, and of forward and backward."""
-    with Ledger() as ledger:
-        start = ledger.device_bytes
-        out = fn()
-        forward = ledger.device_peak - start
-        if out.requires_grad:
-            out.backward(torch.ones_like(out))
-        return forward, ledger.device_peak - start
-
-
 @BOTH
 def test_no_logits_of_the_whole_sequence(kind):
     """Neither forward nor backward makes anything of [tokens, V], but a few tiles of it; the untiled loss shows
@@ -179,13 +167,13 @@ def test_no_logits_of_the_whole_sequence(kind):
     labels, one = torch.arange(rows) % vocab, 4 * tile * vocab
     inputs = [leaf(randn(n, 8, seed=n), torch.float32) for n in (rows, vocab)]
     for transform, copies in zip(TRANSFORMS.values(), (1, 2, 4, 4)):
-        forward, both = growth(functools.partial(tiled(labels, tile, transform, kind), *inputs))
+        forward, both = peaks(tiled(labels, tile, transform, kind), *inputs)
         assert kind is LOSS or forward < (copies + 0.1) * one
         copies = 8 if kind is LOSS else copies + 0.2
         assert both < sum(t.nbytes for t in inputs) + copies * one < 4 * rows * vocab / 2
         for t in inputs:
             t.grad = None
-    assert growth(functools.partial(oracle(labels, kind=kind), *inputs))[1] > 2 * 4 * rows * vocab
+    assert peaks(oracle(labels, kind=kind), *inputs)[1] > 2 * 4 * rows * vocab
 
 
 @BOTH
@@ -193,7 +181,7 @@ def test_refusals(kind):
     inputs, labels = inputs_of(2, 13), labels_of(2, 13)
 
     def said(labels, tile=4, **how):
-        return error_of(tiled(labels, tile, kind=(*kind[:2], how)), *inputs)
+        return error_of(tiled(labels, tile, kind=kind, **how), *inputs)
 
     assert "labels [2, 12] must have hidden's shape [2, 13]" in said(labels[:, 1:])
     for tile in (0, 2.5, True):
@@ -281,10 +269,10 @@ def test_head_without_labels_gives_logits(make):
 def test_evaluation_makes_no_gradients():
     """Autograd reports inputs that require a gradient under no_grad too: the loss must not take its word for it."""
     inputs = [randn(n, 8).requires_grad_() for n in (150, 600)]
-    ours, found = functools.partial(tiled(torch.zeros(150, dtype=torch.long), 10), *inputs), []
+    ours, found = tiled(torch.zeros(150, dtype=torch.long), 10), []
     for mode in (torch.no_grad(), torch.enable_grad()):
         with mode:
-            found.append((growth(ours)[0], float(ours())))
+            found.append((peaks(ours, *inputs)[0], float(ours(*inputs))))
     (peak, loss), (peak_of_training, loss_of_training) = found
     assert loss == loss_of_training
     assert peak_of_training - peak >= sum(t.nbytes for t in inputs)
@@ -307,10 +295,9 @@ def test_statistics_take_no_product_and_less_than_a_tile():
 
     def run(found):
         loss = functools.partial(tiled_logits_loss, hidden, weight, labels, tile=tile, statistics=found)
-        with torch.profiler.profile() as profile:
+        with Operations() as operations:
             loss()
-        products = sum(e.count for e in profile.key_averages() if e.key in ("aten::mm", "aten::addmm"))
-        return products, growth(loss)[0]
+        return operations.multiplications, peaks(loss)[0]
 
     (products, without), (products_too, peak) = run(None), run(Statistics())
     assert products == products_too > 0
@@ -327,7 +314,5 @@ def test_a_head_that_a_user_has_changed_is_called(change):
     else:
         head.forward = lambda x: nn.functional.linear(x + 0.5, head.weight, head.bias) * 3.0
     x = randn(2, 7, WIDTH).requires_grad_()
-    want = nn.functional.cross_entropy(head(x).flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100)
-    got = TiledHead(head, 3)(x, labels)
-    found = [[loss, *torch.autograd.grad(loss, [x, *head.parameters()])] for loss in (got, want)]
-    assert worst(*found) < 1e-12
+    losses = (made(x, labels) for made in (TiledHead(head, 3), PlainHead(head, PLAIN)))
+    assert worst(*([loss, *torch.autograd.grad(loss, [x, *head.parameters()])] for loss in losses)) < 1e-12

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import zoo
-from cases import attach, batch, lines_of, make_model, mlp_tokens, plain_step, step, worst_error
+from cases import attach, batch, freeze, lines_of, make_model, mlp_tokens, plain_step, step, worst_error
 from torch import nn
 from torch.nn import functional as F
 from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
@@ -20,17 +20,6 @@ class Layer(Gemma2DecoderLayer):
         out, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
         x = hidden_states + self.post_attention_layernorm(out)
         return x + self.finish(self.mlp(self.pre_feedforward_layernorm(x)))
-
-
-class StatefulLayerNorm(nn.Module):
-    """Counts its calls in a buffer and lets the count matter."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x):
-        return F.layer_norm(x, x.shape[-1:])
 
 
 class Dropout(nn.Module):
@@ -73,7 +62,8 @@ def open_model(finish, p=0.0):
     model = make_model("gemma2")
     for layer in model.model.layers:
         layer.__class__ = type("Open", (Layer,), {"finish": finish})
-        layer.stateful, layer.dropout = StatefulLayerNorm(), Dropout(p)
+        layer.stateful, layer.dropout = nn.LayerNorm(32, elementwise_affine=False), Dropout(p)
+        layer.stateful.register_buffer("calls", torch.zeros(()))
     return model
 
 
@@ -128,8 +118,7 @@ def test_a_hook_of_the_user_on_the_norm(register):
 @pytest.mark.parametrize("frozen", ["post_feedforward_layernorm", "mlp"])
 def test_frozen_norms_and_frozen_mlps(frozen):
     model = make_model("gemma2")
-    for name, p in model.named_parameters():
-        p.requires_grad_(frozen not in name)
+    freeze(model, [frozen])
     assert exact(model, save_attention=True) == 2
 
 

@@ -7,14 +7,13 @@ import random
 import pytest
 import torch
 import zoo
-from cases import attach, check_refused, gradients, make_model, mlp_tokens, on_ranks, worst_error
+from cases import attach, check_refusals, check_step, gradients, make_model, on_ranks, peak, same, with_lora
 from matrix import WITH_ROUTERS, Case, build, engine_of
 from matrix import gradients as of_engine
 from operators import logps_of
 
 import alstlib
 from alstlib.base.reference import shift
-from alstlib.planner.measure.ledger import Ledger
 from alstlib.planner.measure.verify import in_full
 from alstlib.trees.tree_step import OfStatistics
 from alstlib.trees.trie import trajectory_of, tree_of
@@ -47,9 +46,9 @@ TREES = {
 }
 
 
-def trajectories_of(paths, seed=0):
+def trajectories_of(paths):
     """With weights of either sign, and labels that are not counted, in some trajectories of shared tokens too."""
-    dice, made = random.Random(seed), []
+    dice, made = random.Random(0), []
     for path in paths:
         labels = [-100 if dice.random() < 0.3 else token for token in path]
         made.append({"input_ids": path, "labels": labels, "weights": [dice.uniform(-1, 2) for _ in path]})
@@ -77,31 +76,30 @@ def preference(logps):
     return -torch.nn.functional.logsigmoid(sums[0] - sums[1:]).mean() + (sums / 10).exp().mean()
 
 
-def exact(rank, world, name, paths, blocks, dtype=torch.float64, **how):
-    options, objective, adapt = (how.get(name) for name in ("options", "objective", "adapt"))
-    ctx = alstlib.SPContext.create(world)
-    model, data = build_model(name, dtype), trajectories_of(paths)
-    model = adapt(model) if adapt else model
+def exact(
+    rank, world, name, paths, blocks = (3,), dtype = torch.float64,
+    objective = None, lora = False, **options,
+):  # fmt: skip
+    ctx, data = alstlib.SPContext.create(world), trajectories_of(paths)
+    model = inner = build_model(name, dtype)
+    if lora:
+        model = with_lora(model, ["q_proj", "up_proj"])
     with in_full() if dtype == torch.float64 else contextlib.nullcontext():
         loss, want, logps = plain(model, data, objective)
-        inner = model.get_base_model() if adapt else model
-        with attach(inner, ctx, **(options or {})) as handle:
+        with attach(inner, ctx, **options) as handle:
             for block in blocks:
                 model.zero_grad()
                 out = alstlib.tree_step(model, data, block, objective=objective)
                 bound = 1e-10 if dtype == torch.float64 else 1e-5
-                assert float((out.loss - loss).abs() / loss.abs()) < bound, block
-                error = worst_error(gradients(model, world), want)
-                assert error[0] < bound, (block, error)
-                for got, x in zip(out.logps, logps, strict=True):
-                    torch.testing.assert_close(got, x, rtol=bound * 10, atol=bound * 10)
+                check_step((out.loss.item(), gradients(model, world)), (loss.item(), want), bound, bound)
+                torch.testing.assert_close(out.logps, logps, rtol=bound * 10, atol=bound * 10)
                 assert handle.store.leased == 0
                 if world == 1:
                     assert out.computed == unique(paths)
                 assert out.tokens == sum(map(len, paths))
             with torch.no_grad():
                 again = alstlib.tree_step(model, data, blocks[0])
-            assert all(torch.equal(a, b) for a, b in zip(again.logps, out.logps)) or len(blocks) > 1
+            assert same(again.logps, out.logps) or len(blocks) > 1
 
 
 def build_model(name, dtype):
@@ -139,22 +137,30 @@ MODELS = [
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", MODELS)
 def test_kinds_of_layers(pools, name, world):
-    on_ranks(pools, world, exact, name, TREES["depth 5"], (3,))
+    on_ranks(pools, world, exact, name, TREES["depth 5"])
 
 
 @pytest.mark.parametrize("options", [HOST, {"checkpoint": False, "tiles": False}], ids=str)
 @pytest.mark.parametrize("name", ["mistral", "qwen3_next"])
 def test_options(pools, name, options):
-    on_ranks(pools, 2, exact, name, TREES["depth 5"], (3,), options=options)
+    on_ranks(pools, 2, exact, name, TREES["depth 5"], **options)
 
 
 def test_single_precision():
-    exact(0, 1, "llama", TREES["depth 5"], (3,), torch.float32)
+    exact(0, 1, "llama", TREES["depth 5"], dtype=torch.float32)
+
+
+HOW = {
+    "an objective of whole trajectories": ("qwen3_next", {"objective": preference}),
+    "LoRA": ("llama", {"lora": True}),
+}
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_an_objective_of_whole_trajectories(pools, world):
-    on_ranks(pools, world, exact, "qwen3_next", TREES["a star"], (3,), objective=preference)
+@pytest.mark.parametrize("how", HOW)
+def test_other_losses_and_weights(pools, how, world):
+    name, more = HOW[how]
+    on_ranks(pools, world, exact, name, TREES["a star"], **more)
 
 
 def test_an_objective_of_trajectories_without_labels():
@@ -167,18 +173,6 @@ def test_an_objective_of_trajectories_without_labels():
     assert all(weight.grad is not None and not weight.grad.any() for weight in model.parameters())
 
 
-def with_lora(model):
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(0)
-    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_lora(pools, world):
-    on_ranks(pools, world, exact, "llama", TREES["a star"], (3,), adapt=with_lora)
-
-
 # ----- engines
 
 
@@ -187,12 +181,10 @@ UNEQUAL = [("a star", None), ("nothing shared", "depth 5")]
 
 
 def accumulated(rank, world, kind, name):
-    """Errors of the loss of the last micro-batch, and of the gradients that an engine has added up of both."""
+    """The loss of the last micro-batch, and the gradients that an engine has added up of both."""
     ctx = alstlib.SPContext.create(1)
-    model, deep = (
-        build_model(name, torch.float32 if kind.startswith("zero") else torch.float64),
-        kind.startswith("zero"),
-    )
+    deep = kind.startswith("zero")
+    model = build_model(name, torch.float32 if deep else torch.float64)
     data = [[trajectories_of(TREES[tree]) if tree else [] for tree in trees] for trees in UNEQUAL]
     with contextlib.nullcontext() if deep else in_full():
         _, want, _ = plain(model, [one for trees in data for tree in trees for one in tree], divisor=50)
@@ -204,47 +196,39 @@ def accumulated(rank, world, kind, name):
                 out = alstlib.tree_step(engine, trees[rank], 3, divisor=50, last_micro_batch=known)
                 if deep and not last:
                     engine.step()
-            found = of_engine(model, kind), float((out.loss - loss).abs() / loss.abs())
+            bound = 1e-5 if deep else 1e-10
+            check_step((float(out.loss), of_engine(model, kind)), (float(loss), want), bound, bound)
             if deep:
                 engine.destroy()
-    return worst_error(found[0], want)[0], found[1]
 
 
 @pytest.mark.parametrize(
     "kind, name",
     [("ddp", "llama"), ("fsdp2", "qwen3_next"), ("zero1", "llama"), ("zero2", "llama"), ("zero3", "llama")],
 )
-def test_replicas_with_unequal_trees(pools, kind, name):
+def test_replicas_with_unequal_trees(ranks2, kind, name):
     """Under each engine gradients are reduced once, and a replica without trajectories does not let others wait."""
-    for error, loss in pools(2)(accumulated, kind, name):
-        assert max(error, loss) < (1e-5 if kind.startswith("zero") else 1e-10)
+    ranks2(accumulated, kind, name)
 
 
 # ----- cost
 
 
-SHARED = [[*tokens(96, 0), 4 + i, *tokens(15, 200 + 20 * i)] for i in range(8)]
+def peaks(paths, train=True, **options):
+    """Bytes on the device and on the host that a step of a model with many keys takes at most."""
 
+    def run(model):
+        with torch.set_grad_enabled(train):
+            alstlib.tree_step(model, [{"input_ids": path} for path in paths], 8)
 
-def peak(paths, train=True, **options):
-    """Bytes on the device and on the host that the second step of a model with many keys takes at most."""
-    model, data = make_model(hidden_size=256, num_key_value_heads=4), [{"input_ids": path} for path in paths]
-    with attach(model, **options) as handle, Ledger("cpu", [handle.store]) as ledger:
-        ledger.mark_host(())
-        for _ in range(2):
-            model.zero_grad()
-            ledger.start()
-            start = ledger.device_bytes
-            with torch.set_grad_enabled(train):
-                alstlib.tree_step(model, data, 8)
-        return ledger.device_peak - start, handle.store.peak_nbytes
+    return peak(make_model(hidden_size=256, num_key_value_heads=4), run, **options)
 
 
 @pytest.mark.parametrize("options", [{}, HOST], ids=str)
 def test_memory_is_that_of_one_path(options):
     """Of four paths, of which each has two blocks of its own, which the other three do not see."""
     paths = [[*tokens(8, 0), 4 + i, *tokens(15, 200 + 60 * i)] for i in range(4)]
-    for tree, path in zip(peak(paths, **options), peak(paths[:1], **options)):
+    for tree, path in zip(peaks(paths, **options), peaks(paths[:1], **options)):
         assert tree <= 1.1 * path
 
 
@@ -254,49 +238,36 @@ def test_pages_of_another_path_go_without_backward_too(options):
     stem = tokens(12, 0)
     long = [*stem, *tokens(48, 100)]
     paths = [long, *([*stem[:n], 91] for n in range(2, 12)), [stem[0], 92, *tokens(48, 300)]]
-    for tree, path in zip(peak(paths, train=False, **options), peak([long], train=False, **options)):
+    for tree, path in zip(*(peaks(some, train=False, **options) for some in (paths, [long]))):
         assert tree <= 1.1 * path
-
-
-def test_each_token_is_computed_once():
-    model = make_model(max_position_embeddings=256)
-    counted = mlp_tokens(model)
-    with attach(model, tiles=False), torch.no_grad():
-        out = alstlib.tree_step(model, [{"input_ids": path} for path in SHARED], 8)
-    assert out.computed == 96 + 8 * 16 == counted[0]
-    assert out.tokens == 8 * (96 + 16)
 
 
 def test_a_prefix_is_shared_up_to_a_multiple_of_the_ranks():
     paths = [[5, 6, 7, 8, 9, one] for one in (10, 11)]
     tree = tree_of([trajectory_of({"input_ids": path}) for path in paths], 3)
-    assert [(one[-1].begin, one[-1].end, len(one[-1].tokens)) for one in tree.paths()] == [
-        (0, 3, 3),
-        (3, 6, 3),
-        (3, 6, 3),
-    ]
+    nodes = [one[-1] for one in tree.paths()]
+    assert [(node.begin, node.end, len(node.tokens)) for node in nodes] == [(0, 3, 3), (3, 6, 3), (3, 6, 3)]
     assert [place.tolist() for place in tree.places] == [[0, 1, 2, 3, 4, -1], [0, 1, 2, 5, 6, -1]]
 
 
 # ----- refusals
 
 
+REFUSED = r"""
+step()                                                   | no replica has a trajectory
+step({**path, "advantages": 1})                          | this one has: input_ids, advantages
+step({**path, "weights": [1, 2]})                        | weights \[2\]
+step({**path, "labels": [1, -1, 2]})                     | labels .* must be whole numbers from 0 on
+step(path, objective=sum, divisor=3)                     | leave divisor and engine_divides_by out
+step(path, objective=lambda logps: logps[0])             | must return a tensor of one number
+step(path, name="llama, dynamic NTK")                    | depend on the longest position
+step(path, name="mixtral")                               | use output_router_logits=False
+"""
+
+
 def test_refusals():
-    model, data = make_model(), [{"input_ids": [5, 6, 7]}]
-    with attach(model):
-        check_refused("no replica has a trajectory", alstlib.tree_step, model, [])
-        check_refused("this one has: input_ids, advantages", alstlib.tree_step, model, [{**data[0], "advantages": 1}])
-        check_refused(r"weights \[2\]", alstlib.tree_step, model, [{**data[0], "weights": [1, 2]}])
-        check_refused(
-            "labels .* must be whole numbers from 0 on", alstlib.tree_step, model, [{**data[0], "labels": [1, -1, 2]}]
-        )
-        check_refused(
-            "leave divisor and engine_divides_by out", alstlib.tree_step, model, data, objective=sum, divisor=3
-        )
-        check_refused(
-            "must return a tensor of one number", alstlib.tree_step, model, data, objective=lambda logps: logps[0]
-        )
-    with attach(zoo.build("llama, dynamic NTK")) as handle:
-        check_refused("depend on the longest position", alstlib.tree_step, handle.model, data)
-    with attach(zoo.build("mixtral")) as handle:
-        check_refused("use output_router_logits=False", alstlib.tree_step, handle.model, data)
+    def step(*data, name="llama", **how):
+        with attach(zoo.build(name)) as handle:
+            alstlib.tree_step(handle.model, [*data], **how)
+
+    check_refusals(REFUSED, {"step": step, "path": {"input_ids": [5, 6, 7]}})

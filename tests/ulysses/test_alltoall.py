@@ -5,7 +5,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from operators import error_of, gradients, leaf, nan_memory, randn, strided, worst
+from cases import check_refused, lines_of, same
+from operators import gradients, leaf, nan_memory, randn, strided, worst
 
 from alstlib.base import reference
 from alstlib.planner.measure.simulate import fake_ranks
@@ -17,13 +18,13 @@ ROWS, WIDTH = 3, 5
 
 def there(rank, world, heads, dtype):
     """An exchange of rows for heads, and its gradient, are those of the oracle run on all shards; there and back is
-    nothing. Returns the bytes that the way there and its gradient sent."""
+    nothing. The way there and its gradient send each of the other ranks 1/P of the heads, or the one head it needs."""
     shards, upstream = (
         [leaf(randn(2, *shape, WIDTH, seed=seed + r, dtype=dtype)) for r in range(world)]
         for shape, seed in (((heads, ROWS), 0), ((max(1, heads // world), ROWS * world), 10))
     )
-    oracle = lambda *ts: torch.stack(reference.seq_to_heads(ts))  # noqa: E731
-    out, *grads = gradients(oracle, shards, torch.stack(upstream), torch.float64)
+    whole = torch.stack(upstream)
+    out, *grads = gradients(lambda *ts: torch.stack(reference.seq_to_heads(ts)), shards, whole, torch.float64)
     exchange = Exchange(dist.group.WORLD)
     with nan_memory():
         got = gradients(lambda x: seq_to_heads(x, exchange), [leaf(strided(shards[rank]))], strided(upstream[rank]))
@@ -35,7 +36,8 @@ def there(rank, world, heads, dtype):
         x, again = shards[rank], randn(*shards[rank].shape, seed=20, dtype=dtype)
         back = gradients(lambda x: heads_to_seq(seq_to_heads(x, dist.group.WORLD), dist.group.WORLD), [leaf(x)], again)
         assert worst(back, [x, again]) == 0
-    return exchange.bytes_sent
+    one = max(1, heads // world) * 2 * ROWS * WIDTH * dtype.itemsize
+    assert exchange.bytes_sent == 2 * (world - 1) * one
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4, 8])
@@ -43,9 +45,7 @@ def there(rank, world, heads, dtype):
 def test_exchange_is_the_oracle(pools, world, heads):
     """Heads that split, and heads fewer than ranks, which P / K neighbours share (their gradients add up)."""
     for dtype in (torch.float64, torch.bfloat16):
-        # forward and backward: to each of the other ranks 1/P of the heads, or the one head it needs
-        one = max(1, heads // world) * 2 * ROWS * WIDTH * dtype.itemsize
-        assert pools(world)(there, heads, dtype) == [2 * (world - 1) * one] * world
+        pools(world)(there, heads, dtype)
 
 
 def send_buffers(rank, world, heads):
@@ -62,17 +62,17 @@ def send_buffers(rank, world, heads):
 
 
 def without_lists(rank, world):
-    """Difference of shared heads with PyTorch's gloo before 2.12, which exchanges no lists."""
+    """Shared heads are the same with PyTorch's gloo before 2.12, which exchanges no lists."""
     tensors = [randn(2, world // 2, ROWS, WIDTH, seed=rank + i) for i in (0, 100)]
     want = Exchange(dist.group.WORLD).to_heads(*tensors)
     with mock.patch.object(alltoall, "GLOO_TAKES_LISTS", False), mock.patch.object(dist, "all_to_all", None):
         got = Exchange(dist.group.WORLD).to_heads(*tensors)
-    return all(torch.equal(g, w) for g, w in zip(got, want))
+    assert same(got, want)
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_shared_heads_need_no_lists(pools, world):
-    assert all(pools(world)(without_lists))
+    pools(world)(without_lists)
 
 
 @pytest.mark.parametrize("world, heads", [(2, 1), (4, 1), (4, 2)])
@@ -88,33 +88,34 @@ def test_shared_heads_are_not_replicated_before_they_are_sent(pools, world, head
 
 def bad_shapes(rank, world):
     group = dist.group.WORLD
-    return [
-        error_of(seq_to_heads, randn(1, 3, ROWS, WIDTH), group),
-        error_of(heads_to_seq, randn(1, 1, 5, WIDTH), group),
-    ]
+    says = "^3 heads neither divide over 2 ranks nor are shared evenly by them$"
+    check_refused(says, seq_to_heads, randn(1, 3, ROWS, WIDTH), group)
+    check_refused("^a sequence of 5 does not divide over 2 ranks; 6 does$", heads_to_seq, randn(1, 1, 5, WIDTH), group)
 
 
 def test_shapes_that_do_not_divide_are_refused(ranks2):
-    for heads, rows in ranks2(bad_shapes):
-        assert heads == "3 heads neither divide over 2 ranks nor are shared evenly by them"
-        assert rows == "a sequence of 5 does not divide over 2 ranks; 6 does"
+    ranks2(bad_shapes)
 
 
 def test_degrees():
     assert [whole_head_degrees(*heads) for heads in ((9, 3), (14, 2))] == [[1, 3, 9], [1, 2, 14]]
 
 
+COMES = """
+exchange.to_heads(whole)[0]                                          | whole
+exchange.to_seq(whole[:, :, :2].repeat(1, 1, 2, 1))[0]               | whole[:, :, :2]
+exchange.to_heads(one)[0]                                            | one
+exchange.to_seq(one.repeat(1, 1, 4, 1), heads=1)[0]                  | 4 * one
+exchange.swap_unequal(torch.arange(5.0), [2, 1, 1, 1], [3, 3, 3, 3]) | torch.arange(5.0)
+stripe([ids], 2, ctx)[0]                                             | ids
+stripe([ids], 10, ctx)[0]                                            | ids
+"""
+
+
 def test_from_emulated_ranks_comes_what_is_sent():
     """And not whatever lies in memory, nor zeros, on which a GPU draws less power and computes faster."""
+    whole, one, ids = randn(2, 8, ROWS, WIDTH), randn(1, 1, ROWS, WIDTH), torch.arange(10)[None]
     with fake_ranks(4) as ctx, nan_memory():
-        exchange = Exchange(ctx.sp_group)
-        whole, one, ids = randn(2, 8, ROWS, WIDTH), randn(1, 1, ROWS, WIDTH), torch.arange(10)[None]
-        for came, sent in (
-            (exchange.to_heads(whole)[0], whole),
-            (exchange.to_seq(whole[:, :, :2].repeat(1, 1, 2, 1))[0], whole[:, :, :2]),
-            (exchange.to_heads(one)[0], one),
-            (exchange.to_seq(one.repeat(1, 1, 4, 1), heads=1)[0], 4 * one),
-            (exchange.swap_unequal(torch.arange(5.0), [2, 1, 1, 1], [3, 3, 3, 3]), torch.arange(5.0)),
-            (stripe([ids], 2, ctx)[0], ids), (stripe([ids], 10, ctx)[0], ids),
-        ):  # fmt: skip
-            assert torch.equal(came.unique(), sent.unique())
+        names = {**globals(), **locals(), "exchange": Exchange(ctx.sp_group), "stripe": stripe}
+        for came, sent in lines_of(COMES, "|"):
+            assert same(*([eval(text, names).unique()] for text in (came, sent))), came

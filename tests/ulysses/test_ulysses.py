@@ -1,13 +1,11 @@
 """Ulysses attention on real ranks against plain attention on one, with and without a saved output."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from operators import EXACT, counted, error_of, gradients, leaf, nan_memory, randn, strided, worst
+from cases import check_refusals, on_ranks
+from operators import EXACT, counted, gradients, leaf, nan_memory, randn, strided, worst
 
 from alstlib import SPContext
 from alstlib.base import reference
@@ -17,42 +15,27 @@ from alstlib.ulysses.attention import UlyssesAttention
 WIDTH = 8
 
 
-@dataclass
-class Call:
-    """What is attended to: `replay` runs it as a checkpoint does, without a graph, and then again."""
+def one_call(rank, world, h=4, kv=2, batch=1, rows=5, zero_rows=(), replay=False, **given):
+    """One attention call on this rank's rows.
 
-    h: int = 4
-    kv: int = 2
-    batch: int = 1
-    rows: int = 5
-    """Of each rank."""
-    dtype: torch.dtype = torch.float64
-    attention: str = "sdpa"
-    needs: Sequence[bool] = (True, True, True)
-    """Which of q, k and v need a gradient."""
-    zero_rows: Sequence[int] = ()
-    """Whose upstream gradient is zero."""
-    replay: bool = False
-    scale: float = WIDTH**-0.5
-    documents: Sequence[int] | None = None
-    window: int | None = None
-
-
-def one_call(rank, world, case):
-    """One attention call on this rank's rows."""
-    rows, dtype, needs = case.rows, case.dtype, case.needs
-    sizes = enumerate((case.h, case.kv, case.kv, case.h))
-    whole = [randn(case.batch, n, rows * world, WIDTH, seed=i, dtype=dtype) for i, n in sizes]
-    whole[3][:, :, list(case.zero_rows)] = 0
-    how = {"scale": case.scale, "documents": case.documents, "window": case.window}
+    Args:
+        rows: of each rank.
+        zero_rows: whose upstream gradient is zero.
+        replay: it runs as a checkpoint does, without a graph, and then again.
+        given: which of q, k and v need a gradient, the dtype, the kernel; documents, a window, another scale.
+    """
+    needs, dtype = given.pop("needs", (True, True, True)), given.pop("dtype", torch.float64)
+    op = UlyssesAttention(SPContext.create(world), given.pop("attention", "sdpa"))
+    whole = [randn(batch, n, rows * world, WIDTH, seed=i, dtype=dtype) for i, n in enumerate((h, kv, kv, h))]
+    whole[3][:, :, list(zero_rows)] = 0
+    how = {"scale": WIDTH**-0.5, **given}
     inputs = [leaf(t, needs=n) for t, n in zip(whole, needs)]
     want = gradients(lambda *qkv: reference.attention(*qkv, **how)[0], inputs, whole[3], torch.float64)
     mine = slice(rank * rows, (rank + 1) * rows)
-    op = UlyssesAttention(SPContext.create(world), case.attention)
     *qkv, dout = (strided(t[:, :, mine]) for t in whole)
     qkv, saved, first = [leaf(t, needs=n) for t, n in zip(qkv, needs)], None, None
     with nan_memory(), counted(dist, "all_to_all", "all_to_all_single") as calls:
-        if case.replay:
+        if replay:
             saved = Saved()
             with torch.no_grad():
                 op(*qkv, saved=saved, **how)
@@ -85,19 +68,21 @@ def test_any_heads_on_any_ranks(pools, i, case):
     world, heads, kv = case
     dtype = (torch.float64, torch.float32)[i % 2]
     for replay in (False, True):
-        pools(world)(one_call, Call(heads, kv, dtype=dtype, replay=replay, batch=2))
+        on_ranks(pools, world, one_call, heads, kv, 2, dtype=dtype, replay=replay)
+
+
+DOCUMENTS = yaml.safe_load("""
+[[1, [0, 1, 7, 8, 13, 20]], [1, [0, 19, 20]], [2, [0, 3, 17, 20, 21, 33, 40]], [2, [0, 20, 40]], [2, [0, 30, 40]]]
+""")
+"""Samples, and offsets of their documents."""
 
 
 @REPLAY
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize(
-    "batch, documents",
-    [(1, [0, 1, 7, 8, 13, 20]), (1, [0, 19, 20]), (2, [0, 3, 17, 20, 21, 33, 40]), (2, [0, 20, 40]), (2, [0, 30, 40])],
-    ids=str,
-)
-def test_documents_that_span_ranks(ranks4, batch, documents, attention, replay):
+@pytest.mark.parametrize("batch, documents", DOCUMENTS, ids=str)
+def test_documents_that_span_ranks(pools, batch, documents, attention, replay):
     """Defect 6: tokens of packed documents attend inside their own document only, wherever ranks cut them."""
-    ranks4(one_call, Call(batch=batch, documents=documents, attention=attention, replay=replay))
+    on_ranks(pools, 4, one_call, batch=batch, documents=documents, attention=attention, replay=replay)
 
 
 FEW = yaml.safe_load("""
@@ -124,14 +109,21 @@ FEW["bf16"] = (2, {"rows": 16, "dtype": torch.bfloat16})
 @REPLAY
 @pytest.mark.parametrize("world, case", FEW.values(), ids=FEW)
 def test_a_few_of_a_kind(pools, world, case, replay):
-    pools(world)(one_call, Call(**case, replay=replay))
+    on_ranks(pools, world, one_call, **case, replay=replay)
+
+
+REFUSED = r"""
+op(q, k, k[:, :1])               | k \[B, K, L, D\] and v \[B, K, L, V\], H a multiple of K, and sinks
+op(q, k[:, :, 1:], k[:, :, 1:])  | k \[B, K, L, D\] and v \[B, K, L, V\], H a multiple of K, and sinks
+op(q[..., 1:], k, k)             | k \[B, K, L, D\] and v \[B, K, L, V\], H a multiple of K, and sinks
+op(q[0], k, k)                   | k \[B, K, L, D\] and v \[B, K, L, V\], H a multiple of K, and sinks
+op(q[:, :3], k, k)               | k \[B, K, L, D\] and v \[B, K, L, V\], H a multiple of K, and sinks
+op(q, k, k, sinks=torch.ones(1)) | \[1, 2, 5, 8\], \[1\]
+op(q, k, k, window=0)            | window=0 hides every key
+UlyssesAttention(SPContext(), "fast")(q, k, k) | attention='fast' is unknown
+"""
 
 
 def test_shapes_that_do_not_belong_together_are_refused():
-    op = UlyssesAttention(SPContext.create(1))
-    q, k = randn(1, 4, 5, WIDTH), randn(1, 2, 5, WIDTH)
-    for bad in ((q, k, k[:, :1]), (q, k[:, :, 1:], k[:, :, 1:]), (q[..., 1:], k, k), (q[0], k, k), (q[:, :3], k, k)):
-        assert "k [B, K, L, D] and v [B, K, L, V], H a multiple of K, and sinks" in error_of(op, *bad)
-    assert "[1, 2, 5, 8], [1]" in error_of(op, q, k, k, sinks=torch.ones(1))
-    assert "window=0 hides every key" in error_of(op, q, k, k, window=0)
-    assert "attention='fast' is unknown" in error_of(UlyssesAttention(SPContext.create(1), "fast"), q, k, k)
+    op, q, k = UlyssesAttention(SPContext()), randn(1, 4, 5, WIDTH), randn(1, 2, 5, WIDTH)
+    check_refusals(REFUSED, {**globals(), **locals()})
