@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import gc
+import json
 import math
 import os
 import re
@@ -32,6 +33,15 @@ from alstlib.ulysses.head_layouts import WholeHeads
 
 VOCAB = 96
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def text_of(path):
+    """The text of a file, from the top folder on."""
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+def cells_of(notebook):
+    return json.loads(text_of(notebook))["cells"]
 
 
 def by_own_names(fields):
@@ -387,6 +397,11 @@ def wrap(model, kind, run):
 def lines_of(table, between=" -> "):
     """The lines of a table in a text, each cut into its cells."""
     return [tuple(cell.strip() for cell in line.split(between)) for line in table.strip().splitlines()]
+
+
+def unsaid(text, lines):
+    """Those of these lines that a text does not have."""
+    return [line for line in lines.strip().splitlines() if line not in text]
 
 
 def values_of(table):

@@ -10,6 +10,7 @@ import transformers
 import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -24,12 +25,12 @@ GRIDS = [(1, 2, 4), (1, 4, 4), (1, 2, 2), (1, 6, 2), (1, 4, 6), (1, 2, 6)]
 """Sizes of images in turn: frames, and patches of each side."""
 
 
-def small_vlm(name, dtype=torch.float32, **more):
+def small_vlm(name, dtype=torch.float32):
     text, tower, own = copy.deepcopy(MODELS[name])  # a config changes what it is given
     kind = name.partition(" ")[0]
     made = transformers.CONFIG_MAPPING[kind](
         text_config=text, vision_config=tower, image_token_id=IMAGE, video_token_id=VIDEO, image_token_index=IMAGE,
-        tie_word_embeddings=False, **own, **more,
+        tie_word_embeddings=False, **own,
     )  # fmt: skip
     return trainable_vlm(made, dtype)
 
@@ -51,45 +52,46 @@ def small_gemma():
     return transformers.AutoModelForImageTextToText.from_config(config)
 
 
-def document(name, parts, seed=0):
-    """A sample of text and images: a number of tokens of text, or `image`, or `video`, in turn."""
-    g, kind = torch.Generator().manual_seed(seed), name.partition(" ")[0]
-    patched = kind.startswith(("qwen", "glm"))
-    ids, images, sizes, videos, grids = [], [], [], [], []
+def sample(parts, seed, picture, nested=False):
+    """A sample of text and images: a number of tokens of text, or `image`, or `video`, in turn. `picture` makes the
+    tokens and the fields of an image or a video. Fields that are nested have a dimension for the row."""
+    g, ids, fields = torch.Generator().manual_seed(seed), [], {}
     for i, part in enumerate(parts):
         if isinstance(part, int):
             ids += torch.randint(3, 80, (part,), generator=g).tolist()
             continue
-        t, h, w = GRIDS[(i + seed) % len(GRIDS)]
-        if patched:
-            t = 3 if part == "video" else t
-            (videos if part == "video" else images).append(torch.randn(t * h * w, 24, generator=g))
-            (grids if part == "video" else sizes).append([t, h, w])
-            token, count = (VIDEO if part == "video" else IMAGE), h * w // 4
-            if part == "video" and kind.startswith("qwen3"):  # a time is written before each frame
-                ids += [token if n else 70 for _ in range(t) for n in range(count + 1)]
+        tokens, made = picture(part, i + seed, g)
+        ids += tokens
+        for name, value in made.items():
+            fields.setdefault(name, []).append(value)
+    ids = torch.tensor([ids])
+    one = {name: torch.cat(values) for name, values in fields.items()}
+    one = {name: value[None] for name, value in one.items()} if nested else one
+    return {"input_ids": ids, "labels": ids.masked_fill(ids >= IMAGE, -100), **one}
+
+
+def document(name, parts, seed=0):
+    """A sample for the small model of this name."""
+    kind = name.partition(" ")[0]
+
+    def picture(part, place, g):
+        t, h, w = GRIDS[place % len(GRIDS)]
+        if kind.startswith(("qwen", "glm")):
+            if part == "image":
+                tokens, pixels, grid = [IMAGE] * (h * w // 4), "pixel_values", "image_grid_thw"
             else:
-                ids += [token] * (t * count)
-        elif kind == "mistral3" or "pixtral" in name:
+                t, pixels, grid = 3, "pixel_values_videos", "video_grid_thw"
+                time = [70] * kind.startswith("qwen3")  # is written before each frame
+                tokens = t * (time + [VIDEO] * (h * w // 4))
+            return tokens, {pixels: torch.randn(t * h * w, 24, generator=g), grid: torch.tensor([[t, h, w]])}
+        if kind == "mistral3" or "pixtral" in name:
             side = 4 if kind == "mistral3" else 2
-            images.append(torch.zeros(3, 24, 24))
-            images[-1][:, : h * side, : w * side] = torch.randn(3, h * side, w * side, generator=g)
-            sizes.append([h * side, w * side])
-            ids += [IMAGE] * (h * w)
-        else:
-            images.append(torch.randn(3, 8, 8, generator=g))
-            ids += [IMAGE] * (16 if kind == "llava" else 4)
-    made = {"input_ids": torch.tensor([ids]), "labels": torch.tensor([ids])}
-    made["labels"] = made["labels"].masked_fill(made["input_ids"] >= IMAGE, -100)
-    if images:
-        made["pixel_values"] = torch.cat(images) if patched else torch.stack(images)
-        if kind in ("idefics3", "smolvlm"):
-            made["pixel_values"] = made["pixel_values"][None]
-        if sizes:
-            made["image_grid_thw" if patched else "image_sizes"] = torch.tensor(sizes)
-    if videos:
-        made |= {"pixel_values_videos": torch.cat(videos), "video_grid_thw": torch.tensor(grids)}
-    return made
+            pixels, size = torch.zeros(1, 3, 24, 24), (h * side, w * side)
+            pixels[..., : size[0], : size[1]] = torch.randn(3, *size, generator=g)
+            return [IMAGE] * (h * w), {"pixel_values": pixels, "image_sizes": torch.tensor([size])}
+        return [IMAGE] * (16 if kind == "llava" else 4), {"pixel_values": torch.randn(1, 3, 8, 8, generator=g)}
+
+    return sample(parts, seed, picture, nested=kind in ("idefics3", "smolvlm"))
 
 
 def joined(documents, lengths=True):
@@ -105,17 +107,16 @@ def joined(documents, lengths=True):
 
 def rows_of(documents):
     """Documents as rows of a micro-batch, padded on the right, and with images of zeros where images lie by row."""
-    length = max(one["input_ids"].shape[1] for one in documents)
+
+    def padded(tensors, fill=0):
+        return pad_sequence(list(tensors), batch_first=True, padding_value=fill)
+
+    ids = [one["input_ids"][0] for one in documents]
     made = joined(documents, lengths=False)
-    for name, fill in (("input_ids", 2), ("labels", -100)):
-        rows = [nn.functional.pad(one[name], (0, length - one[name].shape[1]), value=fill) for one in documents]
-        made[name] = torch.cat(rows)
-    real = torch.tensor([one["input_ids"].shape[1] for one in documents])
-    made["attention_mask"] = (torch.arange(length) < real[:, None]).long()
+    made |= {"input_ids": padded(ids, 2), "attention_mask": padded(map(torch.ones_like, ids))}
+    made["labels"] = padded((one["labels"][0] for one in documents), -100)
     if made["pixel_values"].ndim == 5:
-        images = [one["pixel_values"] for one in documents if "pixel_values" in one]
-        most = max(t.shape[1] for t in images)
-        made["pixel_values"] = torch.cat([nn.functional.pad(t, [0] * 7 + [most - t.shape[1]]) for t in images])
+        made["pixel_values"] = padded(one["pixel_values"][0] for one in documents if "pixel_values" in one)
     return made
 
 
@@ -167,11 +168,11 @@ def processor():
     return Processor(images, text, CHAT)
 
 
-def conversations(count, seed=3):
+def conversations(count):
     """Samples as TRL has them: `images` and `messages`, with one to three images of several sizes each."""
     from PIL import Image
 
-    g, made = torch.Generator().manual_seed(seed), []
+    g, made = torch.Generator().manual_seed(3), []
 
     def text(least, most):
         length = int(torch.randint(least, most, (1,), generator=g))

@@ -9,12 +9,17 @@ import shlex
 
 import pytest
 
-from alstlib.base.config import RunConfig
+from alstlib.base.config import RunConfig, row_config
 from alstlib.base.sizing import kv_needed
 from alstlib.planner import command, fits, progress
 from alstlib.planner.model_shapes import read_shape
 
 TILE = {"loss": 1024, "mlp": 16_384}
+EIGHT_B = read_shape("meta-llama/Llama-3.1-8B")
+OURS = row_config("ours", RunConfig(model={"name": EIGHT_B.name, "dtype": "bf16"}, engine={"sp": 0})).replace(
+    options={"chunk": None}
+)
+"""The row `ours` for it, with layers whole."""
 
 
 def asked(options):
@@ -22,6 +27,12 @@ def asked(options):
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     return command.read(parser.parse_args(shlex.split(options)))
+
+
+def question(options):
+    """What such a line asks the planner of its first kind of GPU."""
+    request = asked(options)
+    return request.question(request.rates[0], request.gpus)
 
 
 def step(question, rows):

@@ -3,6 +3,7 @@
 That they accept the solutions is seen when the lessons run: `make check-lessons`.
 """
 
+import functools
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -53,57 +54,51 @@ def test_hints_go_on_to_the_last(name, capsys):
         hint(name, hints + 1)
 
 
-def test_a_value_that_is_not_set_is_not_answered(capsys, monkeypatch):
+@pytest.fixture
+def judge(monkeypatch):
+    """As in a lesson, of an exercise whose answer is 3."""
     import checks
 
     def check(answer):
-        assert answer() == 3, f"{answer()} is not 3"
+        if answer() != 3:
+            raise AssertionError(f"{answer()} is not <3>")
         return "3"
 
     monkeypatch.setattr(checks, "find", lambda name: checks.Exercise(check, (), ()))
-    checks.judge("03.2", lambda: None)
-    checks.judge("03.2", lambda: 3)
+    return functools.partial(checks.judge, "03.2")
+
+
+def test_a_value_that_is_not_set_is_not_answered(capsys, judge):
+    judge(lambda: None)
+    judge(lambda: 3)
     unset, right = capsys.readouterr().out.splitlines()
     assert unset.startswith("not answered yet: set the value above")
     assert right == "right: 3"
-    with pytest.raises(AssertionError, match="4 is not 3"):
-        checks.judge("03.2", lambda: 4)
+    with pytest.raises(AssertionError, match="4 is not <3>"):
+        judge(lambda: 4)
 
 
-def test_a_reader_sees_a_box_and_no_traceback(monkeypatch):
-    import checks
+def test_a_reader_sees_a_box_and_no_traceback(monkeypatch, judge):
     from IPython.testing.globalipapp import get_ipython
     from IPython.utils.capture import capture_output
 
     monkeypatch.delenv("ALST_STRICT")
     get_ipython()
-
-    def check(answer):
-        raise AssertionError(f"{answer()} is not <3>")
-
-    monkeypatch.setattr(checks, "find", lambda name: checks.Exercise(check, (), ()))
     with capture_output() as seen:
-        checks.judge("03.2", lambda: 4)
+        judge(lambda: 4)
     (shown,) = seen.outputs
     assert shown.data["text/plain"] == 'not right yet: 4 is not <3>\nask for help with hint("03.2")'
     assert "4 is not &lt;3&gt;" in shown.data["text/html"]
 
 
-def test_an_answer_may_be_a_lambda_and_may_fail_by_itself(capsys, monkeypatch):
-    import checks
-
-    def check(answer):
-        assert answer(2) == 4, f"{answer(2)} is not 4"
-        return "4"
-
-    def unsupported(x):
+def test_an_answer_may_be_a_lambda_and_may_fail_by_itself(capsys, judge):
+    def unsupported(x=1):
         return refuse(x)
 
     def refuse(x):
         raise NotImplementedError("no such operator")
 
-    monkeypatch.setattr(checks, "find", lambda name: checks.Exercise(check, (), ()))
-    checks.judge("03.1", lambda x: 2 * x)
-    assert capsys.readouterr().out == "right: 4\n"
+    judge(lambda x=1: 3 * x)
+    assert capsys.readouterr().out == "right: 3\n"
     with pytest.raises(NotImplementedError, match="no such operator"):
-        checks.judge("03.1", unsupported)
+        judge(unsupported)

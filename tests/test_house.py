@@ -7,27 +7,27 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
+import yaml
+from cases import ROOT, text_of
 
 import alstlib
 
-ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "alstlib"
 REFEREE = ROOT / "papermill_runs" / "referee"
 
 
-LAYERS = (
-    ("runs",),  # programs, and the workers that they start
-    ("planner",),  # on paper: what is simulated, measured and predicted
-    ("trainers", "trees", "contrib"),
-    ("figures",),
-    ("hf",),  # the core
-    ("streaming", "linear"),
-    ("ulysses", "data", "tiled", "offload", "kernels"),
-    ("base",),  # the ground
-)
+LAYERS = yaml.safe_load("""
+- runs  # programs, and the workers that they start
+- planner  # on paper: what is simulated, measured and predicted
+- trainers trees contrib
+- figures
+- hf  # the core
+- streaming linear
+- ulysses data tiled offload kernels
+- base  # the ground
+""")
 """The layers of the package, from the top down, and their rooms. A room imports from its own layer (in the order of the
 README) and from those below."""
 
@@ -49,13 +49,19 @@ def modules():
 def imports(path, known):
     """Every module of ours that a file names in an import: at its top, in a function, or for types alone."""
     taken = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(text_of(path))):
         if isinstance(node, ast.Import):
             taken |= {alias.name for alias in node.names if alias.name in known}
         elif isinstance(node, ast.ImportFrom) and node.module in known:
             inside = {f"{node.module}.{alias.name}" for alias in node.names} & known.keys()
             taken |= inside or {node.module}
     return taken
+
+
+def imported():
+    """What each module imports."""
+    known = modules()
+    return {name: imports(path, known) for name, path in known.items()}
 
 
 def room(module):
@@ -65,14 +71,12 @@ def room(module):
 
 def floors():
     """The rooms as the README lists them, from the top down."""
-    tree = (
-        (ROOT / "README.md").read_text(encoding="utf-8").partition("    alstlib/ ")[2].partition("    notebooks/ ")[0]
-    )
+    tree = text_of("README.md").partition("    alstlib/ ")[2].partition("    notebooks/ ")[0]
     return re.findall(r"^ {6}(\w+)(?:/|\.py) ", tree, re.MULTILINE)
 
 
 def layer_of(name):
-    return next(i for i, rooms in enumerate(LAYERS) if name in rooms)
+    return next(i for i, rooms in enumerate(LAYERS) if name in rooms.split())
 
 
 def test_the_readme_lists_every_room():
@@ -84,8 +88,7 @@ def test_the_readme_lists_every_room():
 
 
 def test_imports_go_downward_without_a_circle():
-    known = modules()
-    graph = {name: imports(path, known) for name, path in known.items()}
+    graph = imported()
     order = {name: i for i, name in enumerate(floors())}
     upward = {
         f"{name} -> {one}"
@@ -97,16 +100,15 @@ def test_imports_go_downward_without_a_circle():
     for name, above in ABOVE.items():
         below = [one for one in graph if room(one) == name and not one.startswith(above)]
         assert [one for one in below if any(taken.startswith(above) for taken in graph[one])] == []
-    graph = {name: taken - {"alstlib"} for name, taken in graph.items()}
-    tuple(graphlib.TopologicalSorter(graph).static_order())  # raises with the circle
+    inside = {name: taken - {"alstlib"} for name, taken in graph.items()}
+    graphlib.TopologicalSorter(inside).prepare()  # raises with the circle
 
 
 def test_seven_rooms_stand_on_one_another():
     """The programs' is the seventh, so that the notebooks are on the eighth floor."""
-    known, below = modules(), {}
-    for name, path in known.items():
-        taken = {room(one) for one in imports(path, known)} - {room(name), "alstlib"}
-        below.setdefault(room(name), set()).update(taken)
+    below = {}
+    for name, taken in imported().items():
+        below.setdefault(room(name), set()).update({room(one) for one in taken} - {room(name), "alstlib"})
     del below["alstlib"]  # the face of the package
     floor = {}
     for one in graphlib.TopologicalSorter(below).static_order():
@@ -115,7 +117,7 @@ def test_seven_rooms_stand_on_one_another():
 
 
 def test_every_class_has_a_name_of_its_own():
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in [*PACKAGE.rglob("*.py"), *REFEREE.glob("*.py")]]
+    trees = [ast.parse(text_of(path)) for path in [*PACKAGE.rglob("*.py"), *REFEREE.glob("*.py")]]
     classes = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
     names = Counter(node.name.lstrip("_") for node in classes)
     assert [name for name, count in names.items() if count > 1] == []
@@ -123,7 +125,7 @@ def test_every_class_has_a_name_of_its_own():
 
 def test_what_an_attribute_is_can_be_read_without_the_line_before():
     """No fragment such as "Of a rank.", and no question."""
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in modules().values()]
+    trees = [ast.parse(text_of(path)) for path in modules().values()]
     bodies = (node.body for tree in trees for node in ast.walk(tree) if isinstance(getattr(node, "body", None), list))
     pairs = (pair for body in bodies for pair in itertools.pairwise(body))
     texts = [

@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -21,8 +22,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from cases import ROOT, cells_of, text_of, wait_for
 from conftest import free_port
-from test_repository import ROOT, program, repository_files
+from test_repository import program, repository_files
 
 CHROMIUM = next(filter(None, map(shutil.which, (os.environ.get("CHROMIUM") or "chromium", "chromium-browser"))), None)
 FLAGS = [
@@ -46,7 +48,7 @@ def checkout(folder):
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, copy)
     for path in (folder / "notebooks").glob("*.ipynb"):
-        notebook = json.loads(path.read_text(encoding="utf-8"))
+        notebook = json.loads(text_of(path))
         for cell in notebook["cells"]:
             if cell["cell_type"] == "code":
                 cell.update(outputs=[], execution_count=None)
@@ -83,7 +85,7 @@ def jupyterlab(folder):
     env = a_users_machine(home)
     checkout(folder / "alst")
     lesson = folder / "alst/notebooks" / Path(LESSON).name
-    notebook = json.loads(lesson.read_text(encoding="utf-8"))
+    notebook = json.loads(text_of(lesson))
     notebook["cells"] = [c for c in notebook["cells"] if c["cell_type"] == "markdown" or c["id"] in RUN]
     lesson.write_text(json.dumps(notebook), encoding="utf-8")
     args = f"--no-browser --port={free_port()} --ServerApp.port_retries=0"
@@ -93,24 +95,19 @@ def jupyterlab(folder):
             ["bash", "-c", command], cwd=folder / "alst", env=env, stdout=log, stderr=log,
             stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
-    server = psutil.Process(shell.pid)
+    server, opened = psutil.Process(shell.pid), home / "runtime"
     family = [server]
     try:
-        end = time.monotonic() + 90
-        while not (opened := list((home / "runtime").glob("jpserver-file-to-run-*-open.html"))):
-            assert shell.poll() is None, (folder / "server.log").read_text()[-3000:]
-            assert time.monotonic() < end, f"{command} opens nothing"
-            time.sleep(0.2)
+        opens = "jpserver-file-to-run-*-open.html"
+        assert wait_for(lambda: shell.poll() is not None or [*opened.glob(opens)], 90), f"{command} opens nothing"
+        assert shell.poll() is None, (folder / "server.log").read_text()[-3000:]
         time.sleep(0.5)
-        (address,) = re.findall(r'href="(http[^"]+)"', opened[0].read_text())
+        (address,) = re.findall(r'href="(http[^"]+)"', next(opened.glob(opens)).read_text())
         yield address, server
     finally:
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
             family += server.children(recursive=True)
-        for process in family:
-            if process is server or "jupyter" in " ".join(cmdline(process)[:2]):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.terminate()
+            os.killpg(shell.pid, signal.SIGTERM)  # of the kernels each has a group of its own: the server ends them
         _, left = psutil.wait_procs(family, timeout=30)
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -136,10 +133,7 @@ def shown():
     listed = {p.relative_to(ROOT / "notebooks").parts[0] for p in repository_files() if ROOT / "notebooks" in p.parents}
     parts = [sorted(listed)]
     for name, ids in SHOWN.items():
-        cells = {
-            c["id"]: c for c in json.loads((ROOT / "notebooks" / Path(name).name).read_text(encoding="utf-8"))["cells"]
-        }
-        for cell in map(cells.__getitem__, ids):
+        for cell in [cell for cell in cells_of(ROOT / "notebooks" / Path(name).name) if cell["id"] in ids]:
             data = [o.get("data", {}) for o in cell.get("outputs", ())]
             tables = ["".join(d[kind]) for d in data for kind in ("text/html", "text/markdown") if kind in d]
             parts.append(["".join(cell["source"]), *(re.sub(r"data:image/[^\"' ]+", "", table) for table in tables)])
@@ -185,8 +179,7 @@ class Window:
             self.ready(seconds)
             self.menu("File", "Save Notebook")
             self.page.wait_for_timeout(500)
-            cells = json.loads((self.folder / name).read_text(encoding="utf-8"))["cells"]
-            cells = [c for c in cells if c["cell_type"] == "code"]
+            cells = [c for c in cells_of(self.folder / name) if c["cell_type"] == "code"]
             errors = ["\n".join(o["traceback"]) for c in cells for o in c["outputs"] if o["output_type"] == "error"]
             assert not errors, "\n".join(errors)
             if all(c["execution_count"] for c in cells):
@@ -293,18 +286,16 @@ def test_the_file_browser_lists_what_a_reader_opens(lab):
     with urllib.request.urlopen(f"{site}/api/contents/work?token={token}", timeout=60) as answer:
         names = {entry["name"] for entry in json.load(answer)["content"]}
     assert names >= {"index.ipynb", "00_where_memory_goes.ipynb", "tiny_alst.py", "training.md", "solutions"}
-    assert (
-        names & {"checks", "images", "step_profiles.py", "layer_timeline.py", "one_gpu.py", "needle.py", "__pycache__"}
-        == set()
-    )
+    hidden = {"checks", "images", "step_profiles.py", "layer_timeline.py", "one_gpu.py", "needle.py", "__pycache__"}
+    assert names & hidden == set()
 
 
 def test_the_pictures_of_the_pages_show_what_is_there():
-    made = json.loads((IMAGES / "screenshots.json").read_text(encoding="utf-8"))
+    made = json.loads(text_of(IMAGES / "screenshots.json"))
     assert made == taken(IMAGES), (
         "the landing notebook, lesson 12 or the lessons' names changed: run `make screenshots`"
     )
-    pages = "".join(p.read_text(encoding="utf-8") for p in (ROOT / "README.md", ROOT / "notebooks" / "runs.md"))
+    pages = text_of("README.md") + text_of("notebooks/runs.md")
     assert set(made) - {"shown"} == set(re.findall(r"images/(lab-[\w-]+\.png)", pages))
 
 

@@ -1,5 +1,7 @@
 """SPContext over processes that nothing has joined yet, and from meshes."""
 
+import contextlib
+import functools
 import os
 import subprocess
 import sys
@@ -24,18 +26,13 @@ print(dist.get_backend(), ctx.sp, ctx.dp, ctx.sp_rank)
 def test_ranks_of_torchrun_join_by_themselves():
     """As in the loop of notebooks/training.md, which calls nothing else before."""
     given = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK], env={**given, "RANK": str(r), "LOCAL_RANK": str(r)}, stdout=subprocess.PIPE
-        )
-        for r in range(2)
-    ]
-    try:
-        said = [rank.communicate(timeout=120)[0].decode().split() for rank in ranks]
-    finally:
+    start = functools.partial(subprocess.Popen, [sys.executable, "-c", RANK], stdout=subprocess.PIPE, text=True)
+    with contextlib.ExitStack() as stack:
+        ranks = [stack.enter_context(start(env={**given, "RANK": r, "LOCAL_RANK": r})) for r in "01"]
         for rank in ranks:
-            rank.kill()
-    assert said == [["gloo", "2", "1", "0"], ["gloo", "2", "1", "1"]]
+            stack.callback(rank.kill)
+        said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert said == ["gloo 2 1 0\n", "gloo 2 1 1\n"]
 
 
 def test_one_process_has_no_sequence_parallelism(monkeypatch):
@@ -56,12 +53,11 @@ def from_meshes(rank, world):
     assert (made.mesh.mesh_dim_names, tuple(made.mesh.shape)) == (("dp", "sp"), (2, 2))
     two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
     three = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "cp"))
-    for mesh in (two, two["sp"], three["cp"], made.mesh):
-        ctx = alstlib.SPContext.from_mesh(mesh)
+    pair = [rank // 2 * 2, rank // 2 * 2 + 1]
+    for ctx in (made, *map(alstlib.SPContext.from_mesh, (two, two["sp"], three["cp"], made.mesh))):
         assert ctx == made
-        assert members(ctx.sp_group) == members(made.sp_group) == [rank // 2 * 2, rank // 2 * 2 + 1]
-        assert members(ctx.world_group) == members(made.world_group) == [0, 1, 2, 3]
-        assert members(ctx.own_group.world_group) == members(ctx.sp_group)
+        groups = (ctx.sp_group, ctx.world_group, ctx.own_group.world_group)
+        assert [*map(members, groups)] == [pair, [0, 1, 2, 3], pair]
     whole = alstlib.SPContext.from_mesh(init_device_mesh("cpu", (4,)))
     assert whole == alstlib.SPContext.create(4) == alstlib.SPContext(sp=4, sp_rank=rank)
     assert whole.sp_group is whole.world_group is dist.group.WORLD

@@ -6,6 +6,7 @@ import random
 
 import one_gpu
 import pytest
+from cases import check_refused, lines_of
 
 from alstlib.base.config import RunConfig
 from alstlib.planner.machine import Machine
@@ -14,6 +15,14 @@ from alstlib.planner.model_states import GATHERED, WEIGHTS
 from alstlib.planner.prediction import frozen_weights, states
 from alstlib.runs import workers
 
+COMPARED = """
+device       -> by_category
+host         -> by_category
+device       -> peak
+host         -> peak
+disk         -> peak
+step_seconds -> step
+"""
 STORED = json.loads(one_gpu.FILE.read_text())["claims"]
 
 
@@ -29,12 +38,9 @@ def test_a_stored_plan_is_what_its_command_says():
     """One of them, drawn anew each time: an answer takes half a minute of processor time."""
     name = random.choice([*one_gpu.CLAIMS])
     question, tokens = one_gpu.asked(one_gpu.CLAIMS[name])
-    found, stored = question.at(tokens), STORED[name]["plan"]
-    for where in ("device", "host"):
-        assert found.to_dict()[where]["by_category"] == pytest.approx(stored[where]["by_category"], rel=0.01), name
-        assert found.to_dict()[where]["peak"] == pytest.approx(stored[where]["peak"], rel=0.01)
-    assert found.activations.disk == pytest.approx(stored["disk"]["peak"], rel=0.01)
-    assert found.seconds["step"] == pytest.approx(stored["step_seconds"]["step"], rel=0.01)
+    found, stored = question.at(tokens).to_dict(), STORED[name]["plan"]
+    for part, what in lines_of(COMPARED):
+        assert found[part][what] == pytest.approx(stored[part][what], rel=0.01), (name, part, what)
 
 
 def test_weights_of_4_bits():
@@ -45,21 +51,20 @@ def test_weights_of_4_bits():
     )
     linear = 36 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12288)
     assert shape.linear_parameters == linear
-    whole = frozen_weights(shape, run.replace(model={"bits": None}), 2)
+    plain = run.replace(model={"bits": None})
+    whole = frozen_weights(shape, plain, 2)
     assert whole == 2 * shape.parameters
     constants = linear / 64 + 4 * linear / 64 / 256  # scales, and the scales of these
     packed = frozen_weights(shape, run, 2)
     assert packed == round(whole - 2 * linear + linear / 2 + constants)
-    for one, base in ((run, packed), (run.replace(model={"bits": None}), whole)):  # and the adapter's own
-        assert states(shape, one, Machine(gpus=1)).device[WEIGHTS] == base + 2 * shape.adapter_parameters(lora)
+    adapter = 2 * shape.adapter_parameters(lora)
+    for one, base in ((run, packed), (plain, whole)):
+        assert states(shape, one, Machine(gpus=1)).device[WEIGHTS] == base + adapter
     many = states(shape, run.replace(engine={"zero_stage": 3, "offload_params": True}), Machine(gpus=8))
     assert not {GATHERED, WEIGHTS} & many.host.keys()  # whole on each device, and nowhere else
-    assert many.device[WEIGHTS] == packed + 2 * shape.adapter_parameters(lora)
-    assert GATHERED not in many.device
-    assert not any(of.get(GATHERED) for of in many.others.values())
-    with pytest.raises(ValueError, match="is for weights that are not trained"):
-        RunConfig(model={"bits": 4})
+    assert many.device[WEIGHTS] == packed + adapter
+    assert not any(of.get(GATHERED) for of in (many.device, *many.others.values()))
+    check_refused("is for weights that are not trained", RunConfig, model={"bits": 4})
     with pytest.raises(ValueError, match="linear modules"):
         read_shape("Qwen/Qwen3-30B-A3B").linear_parameters  # noqa: B018
-    with pytest.raises(ValueError, match="planned only"):
-        workers.check(run, workers.FINETUNE)
+    check_refused("planned only", workers.check, run, workers.FINETUNE)

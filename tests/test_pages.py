@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from cases import make_model
+from cases import ROOT, cells_of, make_model, text_of
 from test_lab import checkout
-from test_repository import ROOT
 from trainers import accelerate_here
 
 from alstlib.base.config import RunConfig
@@ -32,34 +31,35 @@ BLOCK = re.compile(r"(?ms)^```\w*\n(.*?)^```|(?<=\n\n)((?:    [^\n]*\n(?:\n(?=  
 NO_CODE = ("alstlib/           the package;", "install.sh        makes or refreshes")
 """How blocks begin that hold lists of files."""
 
-NOT_HERE = {
-    "make ablation": "five minutes of both cores, and it changes .venv; test_cli.py runs sweeps",
-    "make lab": "test_lab.py does this",
-    "git clone": "needs a network",
-    "make setup": "changes .venv, which is what runs this",
-    "make test": "is this",
-    "env/wheelhouse.sh": "needs a network, and gigabytes",
-    "env/gpu.sh": "needs a GPU; its dry run is in test_gpu_steps.py",
-    ".venv/bin/alst verify": "test_verify.py does this",
-    "import alstlib\nfrom trl": "test_sft_trainer.py does this",
-    "alst finetune": "test_finetune.py and tests/elsewhere run the command, on a CPU",
-    "docker build": "needs Docker and a network",
-    "apptainer build": "needs Apptainer and a network",
-    "export ": "settings of a cluster",
-    "import alstlib\n\nhandle": "test_vision.py does this",
-    "alst run SPEC --nodes": "needs a cluster: tests/slurm, test_nodes.py",
-    "sbatch": "needs Slurm: tests/slurm",
-    "MAX_JOBS=8 .venv/bin/python -m pip install": "needs nvcc and an hour; `make resolve` asks for the version",
-    ".venv/bin/python -m pip install": "needs a GPU; `make resolve` asks the index for the version",
-    "scontrol": "needs Slurm: tests/slurm",
-    "scancel": "needs Slurm: tests/slurm",
-}
+NOT_HERE = yaml.safe_load("""
+make ablation: five minutes of both cores, and it changes .venv; test_cli.py runs sweeps
+make lab: test_lab.py does this
+git clone: needs a network
+make setup: changes .venv, which is what runs this
+make test: is this
+env/wheelhouse.sh: needs a network, and gigabytes
+env/gpu.sh: needs a GPU; its dry run is in test_gpu_steps.py
+.venv/bin/alst verify: test_verify.py does this
+"import alstlib\\nfrom trl": test_sft_trainer.py does this
+alst finetune: test_finetune.py and tests/elsewhere run the command, on a CPU
+docker build: needs Docker and a network
+apptainer build: needs Apptainer and a network
+"export ": settings of a cluster
+"import alstlib\\n\\nhandle": test_vision.py does this
+alst run SPEC --nodes: "needs a cluster: tests/slurm, test_nodes.py"
+sbatch: "needs Slurm: tests/slurm"
+MAX_JOBS=8 .venv/bin/python -m pip install: needs nvcc and an hour; `make resolve` asks for the version
+.venv/bin/python -m pip install: needs a GPU; `make resolve` asks the index for the version
+scontrol: "needs Slurm: tests/slurm"
+scancel: "needs Slurm: tests/slurm"
+""")
 """What is not run here, by how it begins, and why."""
 QUICK = (".venv/bin/alst plan --model", "alst run SPEC --dry-run", ".venv/bin/alst status", "alst status [SPEC]")
 """How commands begin that are run each time."""
 MINUTES = (".venv/bin/alst check", ".venv/bin/alst plan --machine", "alst run SPEC", "alst report SPEC",
            ".venv/bin/papermill notebooks/finetune.ipynb", "papermill notebooks/")  # fmt: skip
 """Commands that are run with ALST_PAGES=all; parameters of papermill are checked each time."""
+RUN = (*QUICK, *MINUTES)
 ANSWERS = {"alst status": (0, 1, 3), "alst check": (0, 1), "alst plan --machine": (0, 1)}
 """Exit statuses that say something of this machine: a row did not run, a link looks slow, the model does not fit."""
 PYTHON = ("import alstlib, deepspeed\n", "out = alstlib.block_step(")
@@ -68,12 +68,27 @@ SILENT = "import torch\n"
 FILES = "import alstlib\nfrom datasets import load_dataset"
 TURNS = "import torch  # after the script above"
 GRPO, TREE = "import alstlib\nfrom trl import GRPOConfig", "import alstlib\nimport torch\nfrom torch.nn.parallel"
-HERE = {"meta-llama/Llama-3.1-8B-Instruct": "model", "my_documents.jsonl": "texts.jsonl", "chats.jsonl": "texts.jsonl",
-        "seq_len: 131072": "seq_len: 64", "steps: 1000": "steps: 2", "steps: 500": "steps: 2",
-        "-p data.seq_len 4096": "-p data.seq_len 256 -p model.name tiny",
-        '-y "options: {tiles': '-p model.name tiny -y "options: {tiles',
-        "[SPEC]": SPEC, "SPEC": SPEC}  # fmt: skip
+HERE = {
+    **yaml.safe_load("""
+meta-llama/Llama-3.1-8B-Instruct: model
+my_documents.jsonl: texts.jsonl
+chats.jsonl: texts.jsonl
+"seq_len: 131072": "seq_len: 64"
+"steps: 1000": "steps: 2"
+"steps: 500": "steps: 2"
+-p data.seq_len 4096: -p data.seq_len 256 -p model.name tiny
+"-y \\"options: {tiles": "-p model.name tiny -y \\"options: {tiles"
+"""),
+    "[SPEC]": SPEC, "SPEC": SPEC,
+}  # fmt: skip
 """What stands for something of the reader's, or is too large for this machine, and what is put in its place."""
+SMALL = yaml.safe_load("""
+max_length=131072: max_length=64, use_cpu=True, bf16=False, max_steps=2, logging_steps=1, report_to=[]
+sp=8: sp=2
+SPTrainer(model: trainer = SPTrainer(model
+").train()": ")\\ntrainer.train()"
+""")
+"""The same for the lines of the README that train on one's own files."""
 
 
 def begins(code, known):
@@ -83,9 +98,7 @@ def begins(code, known):
 
 def blocks(page):
     """The blocks of code of a page, or of the first cell of a notebook."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    if page.endswith(".ipynb"):
-        text = "".join(json.loads(text)["cells"][0]["source"]) + "\n"
+    text = "".join(cells_of(page)[0]["source"]) + "\n" if page.endswith(".ipynb") else text_of(page)
     found = [fenced or re.sub(r"(?m)^    ", "", indented) for fenced, indented in BLOCK.findall(text)]
     return [block for block in found if not begins(block, NO_CODE)]
 
@@ -104,12 +117,12 @@ def commands(block):
 
 
 PRINTED = [(page, command) for page in PAGES for block in blocks(page) for command in commands(block)]
-SHELL = [(page, command) for page, command in PRINTED if begins(command, (*QUICK, *MINUTES))
-         and begins(command, NOT_HERE) <= begins(command, (*QUICK, *MINUTES))]  # fmt: skip
+SHELL = [(page, command) for page, command in PRINTED if begins(command, RUN)
+         and begins(command, NOT_HERE) <= begins(command, RUN)]  # fmt: skip
 
 
 def test_each_block_is_run_or_says_why_not():
-    known = (*NOT_HERE, *QUICK, *MINUTES, *PYTHON, SILENT, FILES, GRPO, TURNS, TREE, "cd ")
+    known = (*NOT_HERE, *RUN, *PYTHON, SILENT, FILES, GRPO, TURNS, TREE, "cd ")
     assert [(page, command) for page, command in PRINTED if not begins(command, known)] == []
     unused = {one for one in known if not any(begins(command, known) == one for _, command in PRINTED)}
     assert unused == set(), "no page has these"
@@ -133,7 +146,7 @@ def clone(tmp_path_factory):
 
 @pytest.mark.parametrize("page, command", SHELL, ids=lambda text: text[:60])
 def test_a_command_runs_as_printed(clone, monkeypatch, page, command):
-    begin = begins(command, (*QUICK, *MINUTES))
+    begin = begins(command, RUN)
     for printed, here in HERE.items():
         command = command.replace(printed, here)
     if "papermill " in begin:
@@ -177,43 +190,30 @@ def test_the_loop_runs_as_printed(ranks2, by_blocks):
     assert all(3 < loss < 6 for loss in first)
 
 
-def losses(rank, world, code, folder):
-    """Of the README's lines that train on one's own files, with this for what needs GPUs."""
-    for printed, here in HERE.items():
-        code = code.replace(printed, here)
-    small = "max_length=64, use_cpu=True, bf16=False, max_steps=2, logging_steps=1, report_to=[]"
-    code = (
-        code.replace("max_length=131072", small)
-        .replace("sp=8", "sp=2")
-        .replace("SPTrainer(model", "t = SPTrainer(model")
-    )
-    names = {}
-    with contextlib.chdir(folder), accelerate_here("ddp"):
-        exec(code.replace(").train()", ")\nt.train()"), names)
-    return [line["loss"] for line in names["t"].state.log_history if "loss" in line]
-
-
-def test_the_lines_of_the_readme_run_as_printed(ranks2, clone):
-    (code,) = (block for _, block in PRINTED if block.startswith(FILES))
-    first, second = ranks2(losses, code, str(clone))
-    assert len(first) == 2
-    assert first == second
-
-
-def rewards(rank, world, codes, folder):
-    """The mean rewards of the steps of the page's scripts, which run one after the other."""
+def logged(rank, world, name, codes, folder):
+    """What the `trainer` of each of these scripts logs under this name. The scripts run one after the other."""
     names, found = {}, []
     with contextlib.chdir(folder), accelerate_here("ddp"):
         for code in codes:
             exec(code, names)
-            found += [line["reward"] for line in names["trainer"].state.log_history if "reward" in line]
+            found += [line[name] for line in names["trainer"].state.log_history if name in line]
     return found
+
+
+def test_the_lines_of_the_readme_run_as_printed(ranks2, clone):
+    """Those that train on one's own files, with small things for what needs GPUs."""
+    (code,) = (block for _, block in PRINTED if block.startswith(FILES))
+    for printed, here in {**HERE, **SMALL}.items():
+        code = code.replace(printed, here)
+    first, second = ranks2(logged, "loss", [code], str(clone))
+    assert len(first) == 2
+    assert first == second
 
 
 def test_the_scripts_with_rewards_run_as_printed(ranks2, tmp_path):
     codes = [block for begin in (GRPO, TURNS) for _, block in PRINTED if block.startswith(begin)]
     assert len(codes) == 2
-    first, second = ranks2(rewards, codes, str(tmp_path))
+    first, second = ranks2(logged, "reward", codes, str(tmp_path))
     assert len(first) == 4
     assert first == second
     assert all(-1 <= reward <= 1 for reward in first)
@@ -238,33 +238,26 @@ def same(a, b):
     return relative_error(a, b) < 1e-12
 
 
-def by_copies(n):
-    """The output of attention on four ranks, each with a copy of its key/value head, and as a whole."""
-    ranks = [n["attend"](n["q"][[r]], n["k"][[r // 2]], n["v"][[r // 2]], is_causal=True) for r in range(4)]
-    whole = n["attend"](n["q"], *(n[name].repeat_interleave(2, 0) for name in "kv"), is_causal=True)
-    return torch.cat(ranks), whole
-
-
-SYMPTOMS = {
-    "The careless head gradient": lambda n: same(n["wrong"][1], 4 * n["truth"][1]),
-    "The first copy of a shared key": lambda n: same(*by_copies(n)),
-    "The naive cut": lambda n: [int((n["shift"](own) == -100).sum()) for own in n["ids"].chunk(4)] == [1, 1, 1, 1],
-    "The mean of means": lambda n: n["counts"] == [0, 0, 4, 3],
-    "The forgotten state": lambda n: (
-        same(n["bad"][:12], n["whole"][:12])
-        and all(relative_error(a[:12], b[:12]) > 0.1 for a, b in zip(n["wrong"][1:], n["truth"][1:]))
-    ),
-    "The wrong order of chunks": lambda n: not same(n["in_chunks"]([8, 0, 4])[0], n["truth"][0]),
-    "The dropped window": lambda n: same(n["outputs"][2][:, :6], n["outputs"][0][:, :6]),
-}
+SYMPTOMS = yaml.safe_load("""
+The careless head gradient: same(wrong[1], 4 * truth[1])
+The first copy of a shared key: >-
+  same(torch.cat([attend(q[[r]], k[[r // 2]], v[[r // 2]], is_causal=True) for r in range(4)]),
+  attend(q, *(copied.repeat_interleave(2, 0) for copied in (k, v)), is_causal=True))
+The naive cut: >-
+  [int((shift(own) == -100).sum()) for own in ids.chunk(4)] == [1, 1, 1, 1]
+The mean of means: counts == [0, 0, 4, 3]
+The forgotten state: >-
+  same(bad[:12], whole[:12]) and all(relative_error(a[:12], b[:12]) > 0.1 for a, b in zip(wrong[1:], truth[1:]))
+The wrong order of chunks: not same(in_chunks([8, 0, 4])[0], truth[0])
+The dropped window: same(outputs[2][:, :6], outputs[0][:, :6])
+""")
 """What the page says of each error beyond its gradients, from the names of its block."""
 PARTS = ("**Symptom.** ", "**The check.** ", "**Who had it.** ")
 
 
 @pytest.mark.parametrize("error", SYMPTOMS)
 def test_a_silent_error_is_made_and_seen(error):
-    text = (ROOT / ERRORS).read_text(encoding="utf-8")
-    said = dict(re.findall(r"(?ms)^## \d\. ([^\n]+)\n(.*?)(?=^## |\Z)", text))
+    said = dict(re.findall(r"(?ms)^## \d\. ([^\n]+)\n(.*?)(?=^## |\Z)", text_of(ERRORS)))
     assert list(said) == list(SYMPTOMS)
     assert [part for part in PARTS if said[error].count(part) != 1] == []
     ((block, _),) = BLOCK.findall(said[error])
@@ -276,10 +269,10 @@ def test_a_silent_error_is_made_and_seen(error):
     assert max(off["right"]) < 1e-12
     of_head = error == "The careless head gradient"  # all other gradients are right there
     assert [e > 0.2 for e in off["wrong"]] == [not of_head] * (len(off["wrong"]) - 1) + [True]
-    assert SYMPTOMS[error](names)
+    assert eval(SYMPTOMS[error], {**globals(), **names})
 
 
 def test_the_page_on_silent_errors_names_tests_that_are_there():
-    named = re.findall(r"`(tests/[\w./]+)`", (ROOT / ERRORS).read_text(encoding="utf-8"))
+    named = re.findall(r"`(tests/[\w./]+)`", text_of(ERRORS))
     assert len(named) >= len(SYMPTOMS)
     assert [name for name in named if not (ROOT / name).exists()] == []

@@ -10,9 +10,13 @@ import sys
 import types
 from pathlib import Path
 
+import nbformat
 import pytest
 import yaml
-from cases import ROOT, lines_of, make_file
+from cases import ROOT, cells_of, lines_of, make_file, text_of
+from nbformat.v4 import new_code_cell as code
+from nbformat.v4 import new_markdown_cell as prose
+from nbformat.v4 import new_notebook, new_output
 from test_lab import CHROMIUM, FLAGS
 
 import alstlib
@@ -82,41 +86,33 @@ def test_the_check_reads_style_sheets(tmp_path):
 # A small site
 
 
-def cell(source, outputs=None, **metadata):
-    """A code cell with `outputs`, or a markdown cell."""
-    made = {"id": f"c{abs(hash(source)) % 10**8}", "metadata": metadata, "source": source}
-    if outputs is None:
-        return {**made, "cell_type": "markdown"}
-    return {**made, "cell_type": "code", "execution_count": None, "outputs": outputs}
-
-
 def shown(kind, content):
-    return [{"output_type": "execute_result", "execution_count": None, "metadata": {}, "data": {kind: content}}]
+    return [new_output("execute_result", {kind: content})]
 
 
 def write(path, *cells):
     kernel = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
-    make_file(path, json.dumps({"cells": cells, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}))
+    make_file(path, nbformat.writes(new_notebook(cells=cells, metadata=kernel)))
 
 
 def repository(root, *links):
     """Two lessons, one solution; a cell that would write `root / executed`."""
     lessons = root / "notebooks"
     more = ", ".join(f"[{link}]({link})" for link in ("02_second.ipynb", *links))
-    write(lessons / "index.ipynb", cell("# Course\n\n[start](01_first.ipynb), [README](../README.md)"))
+    write(lessons / "index.ipynb", prose("# Course\n\n[start](01_first.ipynb), [README](../README.md)"))
     write(
         lessons / "01_first.ipynb",
-        cell(f"# First: a lesson\n\nBelongs to `alst/x.py`. {more}, [folder](../alst), [code](../alst/x.py)"),
-        cell(f"open('{root}/executed', 'w')", []),
-        cell("figure", shown("image/png", PNG), alt='One dark dot, and "quotes"'),
-        cell("table", shown("text/markdown", "| a | b |\n|---|---|\n| 1 MiB | $2 and $3 |")),
-        cell(
+        prose(f"# First: a lesson\n\nBelongs to `alst/x.py`. {more}, [folder](../alst), [code](../alst/x.py)"),
+        code(f"open('{root}/executed', 'w')"),
+        code("figure", outputs=shown("image/png", PNG), metadata={"alt": 'One dark dot, and "quotes"'}),
+        code("table", outputs=shown("text/markdown", "| a | b |\n|---|---|\n| 1 MiB | $2 and $3 |")),
+        prose(
             "## Remember\n\nThat. [All](.), [up](#Remember), [next](02_second.ipynb#Two,-or-more)\n\n$$x^2 \\cdot 3$$"
         ),
-        cell("folded = 1", [], jupyter={"source_hidden": True}),
+        code("folded = 1", metadata={"jupyter": {"source_hidden": True}}),
     )
-    write(lessons / "02_second.ipynb", cell("# Second\n\n[back](01_first.ipynb#Remember)\n\n## Two, or more"))
-    write(lessons / "solutions/01_first.ipynb", cell("# First: a lesson\n\n[lesson](../01_first.ipynb)"))
+    write(lessons / "02_second.ipynb", prose("# Second\n\n[back](01_first.ipynb#Remember)\n\n## Two, or more"))
+    write(lessons / "solutions/01_first.ipynb", prose("# First: a lesson\n\n[lesson](../01_first.ipynb)"))
     make_file(root / "alst/x.py", '"""A <module>."""\n')
     make_file(root / "alst/deep/y.json", "{}\n")
     make_file(root / "README.md", "# Read me\n\n[a lesson](notebooks/02_second.ipynb)\n")
@@ -153,19 +149,22 @@ def test_stored_outputs_are_shown_and_no_cell_is_executed(site):
     assert not (site.parents[1] / "executed").exists()
 
 
+MENU = """
+Lessons   |                         |
+          | 01_first.html           | 01 First
+          | 02_second.html          | 02 Second
+Reference |                         |
+          | ../README.html          | The project
+Solutions |                         |
+          | solutions/01_first.html | Solutions of 01
+"""
+
+
 @needs_sphinx
 def test_navigation_is_in_the_order_of_the_lessons(site):
     page = (site / "notebooks/index.html").read_text()
     (menu,) = re.findall(r'<nav class="bd-links.*?</nav>', page, re.DOTALL)
-    assert re.findall(r'caption-text">([^<]*)<|href="([^"#]*)">([^<]*)</a>', menu) == [
-        ("Lessons", "", ""),
-        ("", "01_first.html", "01 First"),
-        ("", "02_second.html", "02 Second"),
-        ("Reference", "", ""),
-        ("", "../README.html", "The project"),
-        ("Solutions", "", ""),
-        ("", "solutions/01_first.html", "Solutions of 01"),
-    ]
+    assert re.findall(r'caption-text">([^<]*)<|href="([^"#]*)">([^<]*)</a>', menu) == lines_of(MENU, "|")
     assert "<h1>Solutions: First: a lesson<" in (site / "notebooks/solutions/01_first.html").read_text()
     assert "url=notebooks/index.html" in (site / "index.html").read_text()
 
@@ -212,9 +211,9 @@ def test_broken_links_fail_the_build(tmp_path):
 
 def test_a_lesson_stored_without_its_figures_is_found(tmp_path):
     page = tmp_path / "01_first.ipynb"
-    write(page, cell("figure", shown("image/png", PNG), alt="One dot"))
+    write(page, code("figure", outputs=shown("image/png", PNG), metadata={"alt": "One dot"}))
     assert builder.without_figures(page) == []
-    write(page, cell("figure", [], alt="One dot"))
+    write(page, code("figure", metadata={"alt": "One dot"}))
     (problem,) = builder.without_figures(page)
     assert "no stored image" in problem
 
@@ -328,10 +327,10 @@ def test_no_page_speaks_of_menus_or_keys(tmp_path):
     """Which the site has not; the index in JupyterLab does."""
     builder.stage(ROOT, tmp_path)
     spoken = re.compile(r"\*(Run|Kernel|File)\*|Run All|Restart Kernel|\bmenu\b|Shift\+|\(Tab\)")
-    assert spoken.search((ROOT / builder.INDEX).read_text(encoding="utf-8"))
+    assert spoken.search(text_of(builder.INDEX))
     pages = sorted((tmp_path / "notebooks").rglob("*.ipynb"))
     assert len(pages) > 40
-    said = {p.name: spoken.search(json.dumps(json.loads(p.read_text(encoding="utf-8"))["cells"])) for p in pages}
+    said = {p.name: spoken.search(json.dumps(cells_of(p))) for p in pages}
     assert {name: found[0] for name, found in said.items() if found} == {}
 
 

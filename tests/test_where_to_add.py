@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import attach, check_step, make_model, plain_step, sample_of, step
+from cases import ROOT, attach, check_step, make_model, plain_step, sample_of, step, text_of
 from torch import nn
 
 import alstlib
@@ -21,21 +21,16 @@ from alstlib.linear.rule import StateRule
 from alstlib.offload.checkpoints import checkpoint
 from alstlib.ulysses.attention import UlyssesAttention
 
-ROOT = Path(__file__).resolve().parents[1]
-
 
 def test_the_places_are_there():
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    places = text.partition("## Where to add")[2].partition("\n## ")[0]
-    named = re.findall(r"`((?:alstlib|tests|papermill_runs)/[\w/.-]+)`", places)
-    assert len(named) >= 8
-    assert [name for name in named if not (ROOT / name).exists()] == []
-    for line in places.splitlines()[4:]:  # what a row names is in the files that it names
-        words = re.findall(r"`([\w/.-]+)`", line)
+    """What a row of the table names is in the files that it names."""
+    places = text_of("CONTRIBUTING.md").partition("## Where to add")[2].partition("\n## ")[0]
+    rows = re.findall(r"(?m)^\| an? .*$", places)
+    assert len(rows) == 5
+    for row in rows:
+        words = re.findall(r"`([\w/.-]+)`", row)
         files = [ROOT / word for word in words if "/" in word]
-        text = "".join(
-            f.read_text(encoding="utf-8") for path in files for f in (path.rglob("*.py") if path.is_dir() else [path])
-        )
+        text = "".join(text_of(f) for path in files for f in (path.rglob("*.py") if path.is_dir() else [path]))
         assert [word for word in words if "/" not in word and not re.search(rf"\b{word}\b", text)] == []
 
 

@@ -1,21 +1,23 @@
 """The copies of notebooks that `make lab` opens (notebooks/work.py)."""
 
+import functools
 import json
-import re
 
 import pytest
 import work
-from test_repository import ROOT, repository_files
+from cases import ROOT, cells_of, make_file
+from test_repository import repository_files
 
 
 @pytest.fixture
 def folders(tmp_path):
-    """A folder of notebooks and the folder of their copies."""
-    (tmp_path / "notebooks" / "checks").mkdir(parents=True)
-    (tmp_path / "notebooks" / "checks" / "__init__.py").write_text("old")
-    write(tmp_path / "notebooks" / "01_a.ipynb", "x = 1")
-    assert work.refresh(tmp_path / "notebooks", tmp_path / "work") == []
-    return tmp_path / "notebooks", tmp_path / "work"
+    """A folder of notebooks, the folder of their copies, and what brings these up to date."""
+    notebooks, copies = tmp_path / "notebooks", tmp_path / "work"
+    make_file(notebooks / "checks/__init__.py", "old")
+    write(notebooks / "01_a.ipynb", "x = 1")
+    refresh = functools.partial(work.refresh, notebooks, copies)
+    assert refresh() == []
+    return notebooks, copies, refresh
 
 
 def write(path, *sources, outputs=()):
@@ -24,57 +26,56 @@ def write(path, *sources, outputs=()):
 
 
 def sources(path):
-    return ["".join(cell["source"]) for cell in json.loads(path.read_text())["cells"]]
+    return ["".join(cell["source"]) for cell in cells_of(path)]
 
 
 def test_a_lesson_that_was_run_keeps_its_outputs_until_its_cells_change(folders):
-    notebooks, copies = folders
+    notebooks, copies, refresh = folders
     write(copies / "01_a.ipynb", "x = 1", outputs=["of the reader"])
     write(notebooks / "01_a.ipynb", "x = 1", outputs=["measured anew"])
-    assert work.refresh(*folders) == []
+    assert refresh() == []
     assert "of the reader" in (copies / "01_a.ipynb").read_text()
     write(notebooks / "01_a.ipynb", "x = 2")
-    (said,) = work.refresh(*folders)
+    (said,) = refresh()
     assert "was replaced" in said
     assert sources(copies / "01_a.ipynb") == ["x = 2"]
 
 
 def test_a_copy_that_was_not_run_gets_newer_outputs(folders):
-    notebooks, copies = folders
+    notebooks, copies, refresh = folders
     write(notebooks / "01_a.ipynb", "x = 1", outputs=["measured anew"])
     (notebooks / "checks" / "__init__.py").write_text("newer")
-    assert work.refresh(*folders) == []
+    assert refresh() == []
     assert "measured anew" in (copies / "01_a.ipynb").read_text()
     assert (copies / "checks" / "__init__.py").read_text() == "newer"
 
 
 @pytest.mark.parametrize("name", ["01_a.ipynb", "tiny.py"])
 def test_a_newer_file_is_put_beside_an_edited_one_once(folders, name):
-    notebooks, copies = folders
-    for number, folder in enumerate([notebooks, copies]):
-        write(folder / name, f"x = {number}")
-        if not number:
-            work.refresh(*folders)
-    assert work.refresh(*folders) == []
+    notebooks, copies, refresh = folders
+    write(notebooks / name, "x = 0")
+    refresh()
+    write(copies / name, "x = 1")
+    assert refresh() == []
     write(notebooks / name, "x = 2")
-    (said,) = work.refresh(*folders)
+    (said,) = refresh()
     assert f"new_{name}" in said
     assert sources(copies / name) == ["x = 1"]
     assert sources(copies / f"new_{name}") == ["x = 2"]
     write(copies / f"new_{name}", "x = 'another'")
-    assert work.refresh(*folders) == []  # it is known
+    assert refresh() == []  # it is known
     write(notebooks / name, "x = 3")
-    assert len(work.refresh(*folders)) == 1
+    assert len(refresh()) == 1
     assert sources(copies / f"new_{name}") == ["x = 'another'"]
     assert sources(copies / f"new_new_{name}") == ["x = 3"]
 
 
 def test_a_lost_record_loses_no_edit(folders):
-    notebooks, copies = folders
+    notebooks, copies, refresh = folders
     (copies / work.RECORD).write_text('{"01_a')
     (copies / "01_a.ipynb").write_text("half a fi")
     write(notebooks / "01_a.ipynb", "x = 2")
-    assert len(work.refresh(*folders)) == 1
+    assert len(refresh()) == 1
     assert (copies / "01_a.ipynb").read_text() == "half a fi"
 
 
@@ -83,16 +84,6 @@ def test_all_lessons_are_copied_with_what_they_import(tmp_path):
     known = {p.relative_to(ROOT / "notebooks") for p in repository_files() if ROOT / "notebooks" in p.parents}
     lost = {p for p in known if not (tmp_path / p).exists()}
     assert {p.parts[0] for p in lost} == {"lessons.py", "work.py", "site"}
-
-
-def test_next_leads_from_copies_to_copies(tmp_path):
-    """Of lessons and of their solutions: the last cell's links."""
-    work.refresh(work=tmp_path)
-    for path in sorted([*tmp_path.glob("[0-9]*.ipynb"), *tmp_path.glob("solutions/*.ipynb")]):
-        last = "".join(json.loads(path.read_text(encoding="utf-8"))["cells"][-1]["source"])
-        links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", last)]
-        assert links, path
-        assert [link for link in links if not (path.parent / link).exists()] == [], path
 
 
 def test_git_ignores_the_copies():

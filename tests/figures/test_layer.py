@@ -3,20 +3,19 @@
 import itertools
 import re
 from html import unescape
-from pathlib import Path
 
 import pytest
+from cases import check_refused, text_of
 
 from alstlib.figures import layer
 from alstlib.figures.layer import PARTS, draw_layer, save_svg
 from alstlib.figures.lines import INK
 
-SVG = Path(__file__).resolve().parents[2] / "notebooks" / "images" / "layer.svg"
+SVG = "notebooks/images/layer.svg"
 
 
 def test_an_unknown_part_is_refused_with_those_that_are_known():
-    with pytest.raises(ValueError, match="part='mpl' must be one of logits, mlp, all_to_all, adapter"):
-        draw_layer("mpl")
+    check_refused("part='mpl' must be one of logits, mlp, all_to_all, adapter", draw_layer, "mpl")
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -44,7 +43,7 @@ def test_texts_lie_apart_inside_the_figure_and_are_large_enough(part, width):
 
 
 def words(svg):
-    return [unescape(text) for text in re.findall(r"<text[^>]*>([^<]+)</text>", svg.read_text(encoding="utf-8"))]
+    return [unescape(text) for text in re.findall(r"<text[^>]*>([^<]+)</text>", text_of(svg))]
 
 
 def test_the_committed_picture_is_the_one_that_is_drawn(tmp_path):

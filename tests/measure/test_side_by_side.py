@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from cases import check_refused, wait_for
 
 from alstlib.planner.measure import deep
 from alstlib.planner.measure.deep import side_by_side
@@ -15,8 +16,12 @@ from alstlib.planner.measure.deep import side_by_side
 
 @pytest.fixture(autouse=True)
 def three_cores(monkeypatch):
+    """At the end no fork is left."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    before = multiprocessing.active_children()
+    yield
+    assert {*multiprocessing.active_children()} <= {*before}
 
 
 def where(n):
@@ -35,11 +40,9 @@ def refused():
 
 @pytest.mark.parametrize("calls", [1, 3, 8])
 def test_results_in_order_from_as_many_processes_as_there_are_cores(calls):
-    before = multiprocessing.active_children()
     made = side_by_side("calls", [partial(where, n) for n in range(calls)])
     assert [n for n, _ in made] == [*range(calls)]
     assert len({pid for _, pid in made}) == min(calls, 3)
-    assert {*multiprocessing.active_children()} <= {*before}
 
 
 def test_what_a_killed_fork_leaves_is_made_here():
@@ -48,11 +51,9 @@ def test_what_a_killed_fork_leaves_is_made_here():
 
 @pytest.mark.parametrize("at", [0, 1])
 def test_what_a_call_raises_is_raised(at):
-    calls, before = [partial(where, n) for n in range(4)], multiprocessing.active_children()
+    calls = [partial(where, n) for n in range(4)]
     calls[at] = refused
-    with pytest.raises(ValueError, match="the model says no"):
-        side_by_side("calls", calls)
-    assert {*multiprocessing.active_children()} <= {*before}
+    check_refused("the model says no", side_by_side, "calls", calls)
 
 
 def test_forks_end_where_a_further_one_cannot_be_made(monkeypatch):
@@ -80,14 +81,10 @@ def test_a_fork_does_not_outlive_its_process(tmp_path):
 
     process = multiprocessing.get_context("fork").Process(target=parent)
     process.start()
-    while not started.exists() or not started.read_text():
-        time.sleep(0.05)
+    assert wait_for(lambda: started.exists() and started.read_text(), 20)
     process.kill()
     process.join()
-    ends = time.monotonic() + 20
-    while Path(f"/proc/{started.read_text()}").exists() and time.monotonic() < ends:
-        time.sleep(0.05)
-    assert not Path(f"/proc/{started.read_text()}").exists()
+    assert wait_for(lambda: not Path(f"/proc/{started.read_text()}").exists(), 20)
 
 
 def test_nothing_is_forked_beside_a_gpu(monkeypatch):

@@ -3,6 +3,7 @@
 import pictures
 import pytest
 import torch
+from cases import check_refused, values_of
 from torch import nn
 
 import alstlib
@@ -19,7 +20,6 @@ from alstlib.planner.measure.simulate import drop_gradients, fake_ranks, roomy, 
 from alstlib.planner.model_shapes import read_shape
 
 SIZES = {"qwen2_vl": (40, 56), "qwen2_5_vl": (40, 56), "llava": None}
-OFFLOAD = {"checkpoint": True, "offload": True}
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +44,12 @@ def sample_of(layout, one, images, tokens):
     """A sample of `tokens` tokens with so many images at equal distances: of two ranks each is sent some features, as
     the group that sends nothing refuses empty buffers."""
     features = int(one["image_grid_thw"].prod()) // layout.unit if layout.sizes else 16  # 8 x 8 pixels, patches of 2
-    ids = torch.full((1, tokens), 5)
-    for i in range(images):
-        ids[:, i * (tokens // images) :][:, :features] = layout.token
-    fields = layout.joined([{**one, "pixel_values": torch.randn(one["pixel_values"].shape)}] * images)
-    return {"input_ids": ids, "labels": ids.clone(), **fields}
+
+    def picture(*_):
+        return [layout.token] * features, {**one, "pixel_values": torch.randn(one["pixel_values"].shape)}
+
+    parts = ["image", tokens // images - features] * images
+    return pictures.sample([*parts, tokens % images], 0, picture)
 
 
 def real_step(run, ranks, tokens, images, size):
@@ -66,19 +67,23 @@ def real_step(run, ranks, tokens, images, size):
         return ledger.device_peak - start + batch["pixel_values"].nbytes, handle.store.peak_nbytes
 
 
-@pytest.mark.parametrize("name, ranks, images, tokens, options", [
-    ("qwen2_5_vl", 1, 2, 300, OFFLOAD), ("qwen2_5_vl", 2, 4, 2500, OFFLOAD),
-    ("qwen2_5_vl", 1, 3, 1600, {"checkpoint": True}), ("llava", 2, 64, 2400, OFFLOAD),
-    ("qwen2_vl", 2, 4, 1200, OFFLOAD),
-])  # fmt: skip
-def test_a_rank_with_images_takes_what_is_planned(name, ranks, images, tokens, options, folder):
+STEPS = """
+qwen2_5_vl -> 1 -> 2  -> 300  -> true
+qwen2_5_vl -> 2 -> 4  -> 2500 -> true
+qwen2_5_vl -> 1 -> 3  -> 1600 -> false
+llava      -> 2 -> 64 -> 2400 -> true
+qwen2_vl   -> 2 -> 4  -> 1200 -> true
+"""
+
+
+@pytest.mark.parametrize("name, ranks, images, tokens, offload", values_of(STEPS))
+def test_a_rank_with_images_takes_what_is_planned(name, ranks, images, tokens, offload, folder):
     """Where the tower has the peak, and where the decoder has it, beside what the tower keeps."""
-    run = run_of(folder, name, **options)
+    run = run_of(folder, name, checkpoint=True, offload=offload)
     shape = read_shape(run.model.name, images=images, image_size=SIZES[name])
     planned = activations(shape, run, ranks, tokens, "cpu", workspace=False)
     device, host = real_step(run, ranks, tokens, images, SIZES[name])
-    print(f"{name}, {ranks} ranks, {tokens} tokens: device {planned.peak / device - 1:+.2%}, peak in {planned.place}")
-    assert planned.peak == pytest.approx(device, rel=0.03)
+    assert planned.peak == pytest.approx(device, rel=0.03), planned.place
     assert planned.host == host
 
 
@@ -114,23 +119,26 @@ def test_sizes_are_those_of_the_processor():
         assert torch.equal(towers._image(model, layout, (height, width))["image_grid_thw"], made["image_grid_thw"])
 
 
-@pytest.mark.parametrize("name, size, said", [
-    ("llava", (8, 12), "takes images of 8x8 only"), ("qwen2_vl", None, "say which with --image-size"),
-    ("mistral3", None, "only plans of llava"), ("internvl", None, "only plans of llava, qwen2_vl, qwen2_5_vl"),
-])  # fmt: skip
+REFUSED = """
+llava    -> [8, 12] -> takes images of 8x8 only
+qwen2_vl -> null    -> say which with --image-size
+mistral3 -> null    -> only plans of llava
+internvl -> null    -> only plans of llava, qwen2_vl, qwen2_5_vl
+"""
+
+
+@pytest.mark.parametrize("name, size, said", values_of(REFUSED))
 def test_refused(name, size, said, tmp_path):
-    with pytest.raises(ValueError, match=said):
-        read_shape(run_of(tmp_path, name).model.name, images=1, image_size=size)
+    check_refused(said, read_shape, run_of(tmp_path, name).model.name, images=1, image_size=size and tuple(size))
 
 
 def test_models_of_one_text_with_other_towers_are_told_apart(tmp_path):
     """Before, the second one got what was kept of the first."""
-    asked = []
+    config, asked, texts = pictures.small_vlm("qwen2_vl").config, set(), []
     for depth in (2, 3):
-        config = pictures.small_vlm("qwen2_vl").config
-        config.vision_config.depth = depth
-        config.save_pretrained(tmp_path / str(depth))
-        asked.append(fits.StepQuestion(RunConfig(model={"name": str(tmp_path / str(depth))}), 1, "cuda"))
-    text = [find_config(one.run.model.name) for one in asked]
-    assert text[0] == text[1]
-    assert asked[0].text != asked[1].text
+        config.vision_config.depth, name = depth, str(tmp_path / str(depth))
+        config.save_pretrained(name)
+        texts.append(find_config(name))
+        asked.add(fits.StepQuestion(RunConfig(model={"name": name}), 1, "cuda").text)
+    assert texts[0] == texts[1]
+    assert len(asked) == 2

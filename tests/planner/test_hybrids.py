@@ -5,14 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 import yaml
-from quick_steps import asked, quick  # noqa: F401
+from quick_steps import question, quick  # noqa: F401
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import alstlib
 from alstlib.base.config import RunConfig
 from alstlib.planner.command import as_json
-from alstlib.planner.gpus import rates_of
 from alstlib.planner.machine import Machine
 from alstlib.planner.measure.simulate import fake_ranks, shard_of
 from alstlib.planner.model_shapes import read_shape
@@ -64,10 +63,8 @@ OURS = RunConfig(model={"name": "Qwen/Qwen3-Next-80B-A3B", "dtype": "bf16"}, opt
 
 
 def test_a_plan_says_whose_kernels_it_is_of():
-    hybrid, plain = (
-        asked(f"--model {name}").question(rates_of("H100"), 8) for name in (OURS.model.name, "Qwen/Qwen3-4B")
-    )
-    assert plain.notes(10_000) == []
+    hybrid = question(f"--gpus 8 --model {OURS.model.name}")
+    assert question("--gpus 8 --model Qwen/Qwen3-4B").notes(10_000) == []
     found = hybrid.at(100_000)
     assert hybrid.notes(100_000) == as_json(hybrid, found, found)["notes"] == [NOTE]
     assert f"\nNote: {NOTE}" in list(describe(hybrid, found, found))
@@ -75,15 +72,13 @@ def test_a_plan_says_whose_kernels_it_is_of():
 
 def test_a_plan_says_which_kernel_would_refuse_a_call():
     """32 value heads of 128: 2^19 tokens of a rank are 2^31 elements, which is where `kernels.int32` refuses them."""
-    hybrid = asked(f"--model {OURS.model.name}").question(rates_of("H100"), 8)
-    hybrid = replace(hybrid, run=hybrid.run.replace(options={"chunk": None}, block=None))
+    hybrid = question(f"--gpus 8 --model {OURS.model.name} --set options.chunk=null")
     assert hybrid.refusals(8 * (2**19 - 1)) == []
     (refusal,) = hybrid.refusals(8 * 2**19)
     assert refusal in hybrid.notes(8 * 2**19)
     assert "a call of 524,288 tokens of each rank has 2,147,483,648: the step is refused" in refusal
     assert "Chunks of 524,287 tokens pass" in refusal
-    chunks = replace(hybrid, run=hybrid.run.replace(options={"chunk": 2**18}))
-    assert chunks.refusals(8 * 2**19) == []
+    assert hybrid.with_changes({"options.chunk": 2**18}).refusals(8 * 2**19) == []
     assert counted(replace(hybrid.shape.recurrence.layer, matrix=False, chunk_size=64), 1000) == 1000 * 32 * 256
 
 

@@ -3,9 +3,10 @@
 import re
 
 import pytest
-from cases import check_refused, lines_of
+from cases import check_refused, lines_of, unsaid
 from quick_steps import asked, quick  # noqa: F401
 
+from alstlib.base.units import GIB
 from alstlib.planner import command, progress
 from alstlib.planner.gpus import GPUS, OTHER_NAMES, label_bytes, rates_named, rates_of
 from alstlib.planner.question import NEEDED
@@ -33,7 +34,7 @@ def test_gpus_have_the_names_that_people_write(written, name):
     assert rates_of(written) is GPUS[name]
 
 
-@pytest.mark.parametrize("written, near", [("H101", "H100"), ("B300", "B200"), ("A100-20GB", "A100-40GB")])
+@pytest.mark.parametrize("written, near", lines_of("H101 -> H100\nB300 -> B200\nA100-20GB -> A100-40GB"))
 def test_another_name_is_refused_with_the_nearest(written, near):
     check_refused(f"unknown gpu '{written}'; did you mean '{near}'", rates_of, written)
 
@@ -74,23 +75,25 @@ def test_the_smallest_machines_that_hold_a_length(plan, alst, monkeypatch):
     assert [one["gpu"] for one in made["machines"]] == [*GPUS]
     request = asked("--seq-len 2M")
     for one in made["machines"]:
-        gpu, gpus, changes = one["gpu"], one["gpus"], one["changes"]
+        gpu, gpus, changes, device = (one[name] for name in ("gpu", "gpus", "changes", "device"))
         assert (one["fits"], one["seq_len"]) == (True, 2_000_000)
         assert gpus == 1 or not command.answer(request, GPUS[gpu], gpus // 2).found.fits
         fields = " ".join(f"--set={name}={value}" for name, value in changes.items())
         alst(f"plan --seq-len=2M --gpus={gpus} --gpu={gpu} {fields}")
-        (line,) = (line for line in shown.splitlines() if line.startswith(f"{gpus} x {gpu} "))
         (needs,) = (needs for needs, ways in NEEDED.items() if ways == changes)
-        assert line.split()[3] == str(one["nodes"])
-        assert f"{one['device']['peak'] / 2**30:,.0f}/{one['device']['limit'] / 2**30:,.0f}" in line
-        assert f"{one['tokens_per_second_per_gpu']:,.0f}" in line
-        assert re.search(rf" {one['mfu']:.0%}( +{needs})? *$", line)
+        line = (
+            rf"^{gpus} x {gpu} +{one['nodes']} +{device['peak'] / GIB:,.0f}/{device['limit'] / GIB:,.0f} .* "
+            rf"{one['tokens_per_second_per_gpu']:,.0f} +{one['mfu']:.0%}( +{needs})? *$"
+        )
+        assert re.search(line, shown, re.M), line
     assert {one["gpus"] for one in made["machines"]} >= {1, 2, 8}
     assert {bool(one["changes"]) for one in made["machines"]} == {False, True}
-    out = " ".join(shown.split())
-    assert "chunks: --set options.chunk=16384" in out
-    assert "Assumed: the host memory that clouds have with such GPUs (--host-memory)." in out
-    assert "the model was trained on up to 131,072 tokens" in out
+    said = """
+chunks: --set options.chunk=16384
+Assumed: the host memory that clouds have with such GPUs (--host-memory).
+the model was trained on up to 131,072 tokens
+"""
+    assert unsaid(" ".join(shown.split()), said) == []
 
 
 def test_a_given_degree_divides_the_gpus_of_every_machine(answer):

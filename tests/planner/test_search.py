@@ -53,9 +53,13 @@ def test_an_affine_peak(base, slope, budget, start):
     assert longest_trial(found) <= max(2 * found.length, start + GRANULE)  # long trials cost most
 
 
-@pytest.mark.parametrize("start, trials, first", [
-    (1, 12, [256, 512, 1024, 2048]), (60_300, 4, [256, 60_416, 60_928, 61_184]),
-])  # fmt: skip
+STARTS = """
+1      -> 12 -> [256, 512, 1024, 2048]
+60_300 -> 4  -> [256, 60_416, 60_928, 61_184]
+"""
+
+
+@pytest.mark.parametrize("start, trials, first", values_of(STARTS))
 def test_a_short_start_doubles_and_one_near_the_answer_is_all_but_it(start, trials, first):
     """One granule, the start (rounded up), the answer and the length after it."""
     found = search(lambda length: 5_000_000 + 900 * length, 60_000_000, start)
@@ -93,15 +97,20 @@ def test_noise_ends_and_stays_honest():
         assert len(found.tried) <= 8
 
 
-def test_a_limit_ends_the_search():
-    for limit, start, budget, length in (
-        (100_000, 1000, 10**9, 99_840), (1000, 10**6, 10**9, 768), (100_000, 1000, 50_000, 49_920),
-    ):  # fmt: skip
-        found = search(lambda length: length, budget, start, limit)
-        assert found.length == length
-        assert len(found.tried) <= 9
-        assert longest_trial(found) <= limit
-        assert budget < limit or found.tried[-1] == (length, length)
+LIMITED = """
+100_000 -> 1000      -> 1_000_000_000 -> 99_840
+1000    -> 1_000_000 -> 1_000_000_000 -> 768
+100_000 -> 1000      -> 50_000        -> 49_920
+"""
+
+
+@pytest.mark.parametrize("limit, start, budget, length", values_of(LIMITED))
+def test_a_limit_ends_the_search(limit, start, budget, length):
+    found = search(lambda length: length, budget, start, limit)
+    assert found.length == length
+    assert len(found.tried) <= 9
+    assert longest_trial(found) <= limit
+    assert budget < limit or found.tried[-1] == (length, length)
 
 
 def test_nothing_fits():

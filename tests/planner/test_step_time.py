@@ -9,7 +9,8 @@ import pytest
 import torch
 import yaml
 from layer_timeline import COMPUTE, COPIES, DISK, EXCHANGE, STATES, layer_spans
-from quick_steps import quick  # noqa: F401
+from quick_steps import EIGHT_B as SHAPE
+from quick_steps import OURS, quick  # noqa: F401
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import alstlib
@@ -24,7 +25,6 @@ from alstlib.planner.machine import Machine
 from alstlib.planner.measure.simulate import fake_ranks, whole_model
 from alstlib.planner.model_shapes import read_shape
 from alstlib.planner.step_time import (
-    attention_flops,
     attention_passes,
     exchange_bytes,
     linear_flops,
@@ -33,11 +33,7 @@ from alstlib.planner.step_time import (
 )
 from alstlib.runs import launch
 
-SHAPE = read_shape("meta-llama/Llama-3.1-8B")
 RATES = rates_of("H100")
-OURS = row_config("ours", RunConfig(model={"name": SHAPE.name, "dtype": "bf16"}, engine={"sp": 0})).replace(
-    options={"chunk": None}
-)
 RUNS = yaml.safe_load("""
 attention once: {}
 attention twice: {options.save_attention: false}
@@ -201,15 +197,6 @@ def test_capped_scores_are_slow_and_told_so():
     given = (shape, run, Machine(gpus=8), 8, 2**17)
     slow, fast = (step_seconds(*given, one)["attention"] for one in (found, replace(found, kernel="cudnn")))
     assert slow > 5 * fast
-
-
-def test_pairs_of_full_and_sliding_layers():
-    """One layer in two of Gemma 2 sees everything."""
-    shape = read_shape("google/gemma-2-9b")
-    whole = attention_flops(replace(shape, windowed=0), 10**6)
-    for share in (1, 0.5):
-        want = whole / 2 * (share + 2 * 4096 / 10**6)
-        assert attention_flops(shape, 10**6, share) == pytest.approx(want, rel=0.01)
 
 
 def test_the_longest_row_of_the_paper_ends_within_its_time_limit(monkeypatch):

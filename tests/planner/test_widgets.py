@@ -1,6 +1,6 @@
 """Controls: live ones follow their values, and where there is no kernel a plain view is left."""
 
-import pytest
+from cases import check_refused
 
 from alstlib.base.config import RunConfig, row_config
 from alstlib.base.units import format_tokens
@@ -14,6 +14,9 @@ from alstlib.planner.tables import listed
 
 def bar(width):
     return plots.paired({"a": (float(width), 1.0)}, ("this", "that"), "MiB", show=str)
+
+
+CONTROLS = {"ranks": ([2, 4], 4), "heads": ([1, 8], 8)}
 
 
 def draw(ranks, heads):
@@ -30,7 +33,7 @@ def test_a_prediction_is_its_table_in_a_kernel_too(monkeypatch):
 
 def test_controls_draw_anew(monkeypatch):
     monkeypatch.delenv("ALST_STATIC", raising=False)
-    ranks, heads, shown = widgets.follow(draw, ranks=([2, 4], 4), heads=([1, 8], 8)).children
+    ranks, heads, shown = widgets.follow(draw, **CONTROLS).children
     first = shown.value
     assert all(part in first for part in ("a&lt;b  32<", 'alt="figure for ranks 4, heads 8'))
     for control, value, product in ((ranks, 2, "a&lt;b  16<"), (heads, 1, "a&lt;b  2<")):
@@ -43,7 +46,7 @@ def test_controls_without_a_kernel_show_the_first(monkeypatch):
     monkeypatch.setenv("ALST_STATIC", "1")
     figures = []
     monkeypatch.setattr("IPython.display.display", figures.append)
-    left = widgets.follow(draw, ranks=([2, 4], 4), heads=([1, 8], 8))
+    left = widgets.follow(draw, **CONTROLS)
     assert [bar.get_width() for bar in figures[0].axes[0].patches] == [32.0, 1.0]
     assert "a&lt;b  32<" in left.data
     assert not hasattr(left, "children")
@@ -56,11 +59,14 @@ def test_a_figure_or_a_table_by_itself(monkeypatch):
         return str(tokens) if table else bar(tokens)
 
     monkeypatch.setenv("ALST_STATIC", "1")
-    controls = {"tokens": ([1000, 2000], 1000)}
-    assert widgets.follow(one, **controls, table=((True, False), False)).axes
-    assert widgets.follow(one, **controls, table=((True, False), True)).data == "1000"
+
+    def follow(table):
+        return widgets.follow(one, tokens=([1000, 2000], 1000), table=((True, False), table))
+
+    assert follow(False).axes
+    assert follow(True).data == "1000"
     monkeypatch.delenv("ALST_STATIC")
-    slider, box, shown = widgets.follow(one, **controls, table=((True, False), False)).children
+    slider, box, shown = follow(False).children
     first = shown.value
     slider.value = 2000
     assert 'alt="figure for tokens 2K, table False"' in shown.value != first
@@ -76,5 +82,4 @@ def test_the_wall_marks_the_longest_that_fits():
     assert figure.axes[0].get_title("left") == "alst"
     assert len(figure.axes[0].get_legend().texts) == len(widgets.COLOURS)
     assert figure.axes[0].get_xlim()[1] == lengths[-1]
-    with pytest.raises(ValueError, match="gpu_memory=None"):
-        widgets.wall(shape, run, Machine(gpu_memory=None), lengths, "")
+    check_refused("gpu_memory=None", widgets.wall, shape, run, Machine(gpu_memory=None), lengths, "")

@@ -7,11 +7,10 @@ import emulate
 import pytest
 import time_kernels
 import torch
-from cases import check_refused, run_with, sample_of, train
+from cases import run_with, sample_of, train
 from emulate import ballast
 
 import alstlib
-from alstlib.base.config import RunConfig
 from alstlib.data.shard import shard_batch
 from alstlib.hf.loading import models
 from alstlib.hf.loading.models import load_model
@@ -46,21 +45,18 @@ def run_of(**changes):
 def real_rank(rank, world, chunk):
     """Peak, exchanged bytes and host bytes of a rank without an engine. The peak is the lowest of three steps: gloo's
     thread may let go of what it has sent when the next buffer is there already (3 of 320 steps beside busy cores)."""
-    steps = [real_step(rank, world, chunk) for _ in range(3)]
+    run, ctx, steps = run_of(emulate=0, chunk=chunk), alstlib.SPContext.create(world), []
+    for _ in range(3):
+        model = load_model(run, torch.float32)
+        with alstlib.apply(model, ctx, run.options) as handle:
+            batch = shard_batch(sample_of(run.data.seq_len), world, rank)
+            gc.collect()
+            with Ledger(stores=[handle.store]) as ledger:
+                start = ledger.device_bytes
+                train(model, batch)
+                steps.append((ledger.device_peak - start, handle.wire_bytes, handle.store.peak_nbytes))
     assert len({step[1:] for step in steps}) == 1
     return min(steps)
-
-
-def real_step(rank, world, chunk):
-    run = run_of(emulate=0, chunk=chunk)
-    model, ctx = load_model(run, torch.float32), alstlib.SPContext.create(world)
-    with alstlib.apply(model, ctx, run.options) as handle:
-        batch = shard_batch(sample_of(run.data.seq_len), world, rank)
-        gc.collect()
-        with Ledger(stores=[handle.store]) as ledger:
-            start = ledger.device_bytes
-            train(model, batch)
-            return ledger.device_peak - start, handle.wire_bytes, handle.store.peak_nbytes
 
 
 @pytest.mark.parametrize("chunk", [None, 128])
@@ -104,11 +100,6 @@ def test_ballast_is_what_zero3_holds():
     assert ballast(run, 1001, 2) == buckets
 
 
-def test_emulate_takes_one_rank():
-    says = r"emulate=4 runs one real rank: engine\.world_size=2 must be 1"
-    check_refused(says, RunConfig, emulate=4, engine={"world_size": 2})
-
-
 def test_ligers_kernels_are_put_in_on_a_gpu(tmp_path, monkeypatch):
     """As in a real run: on a GPU where Liger is installed, its norm, RoPE and SwiGLU, and our tiled loss."""
     put = []
@@ -120,19 +111,11 @@ def test_ligers_kernels_are_put_in_on_a_gpu(tmp_path, monkeypatch):
     assert made.handle.head is not None
 
 
-def timed(seq_len, **options):
-    engine = {"world_size": 1, "sp": 1}
-    return RunConfig(
-        model={"name": "tiny"}, data={"seq_len": seq_len}, optim={"steps": 1}, engine=engine, options=options
-    )
-
-
 def test_kernels_are_timed(tmp_path):
-    metrics = time_kernels.Bench(timed(300, chunk=64), tmp_path)()
+    metrics = time_kernels.Bench(run_of(emulate=0, seq_len=300, chunk=64), tmp_path)()
     assert metrics["chosen"] == "cpu"
     cpu, flash = metrics["kernels"]["cpu"], metrics["kernels"]["flash"]
-    for name in ("forward_tflops", "backward_tflops", "chunks_forward_tflops", "chunks_backward_tflops"):
-        assert cpu[name] > 0, name
+    assert min(cpu[f"{part}{way}_tflops"] for part in ("", "chunks_") for way in ("forward", "backward")) > 0
     assert not flash["runs"]
     assert "does not run on cpu" in flash["why"]
 
@@ -143,15 +126,15 @@ def test_a_kernel_that_fails_is_an_answer_and_not_the_end(tmp_path, monkeypatch)
         "cpu": "import sys; print('an illegal memory access', file=sys.stderr, flush=True); import os; os.abort()",
         "blockwise": "import time; time.sleep(60)",
     }
-    made = time_kernels.Bench(timed(64), tmp_path)
+    made = time_kernels.Bench(run_of(emulate=0, seq_len=64), tmp_path)
     monkeypatch.setattr(time_kernels, "seconds_left", lambda: 4.0)
     monkeypatch.setattr(made, "command", lambda task, answer: [sys.executable, "-c", scripts[task["name"]]])
     metrics = made()
     assert metrics["step_seconds"] == []
-    for name, why in (
-        ("cpu", "its process ended with status -6: an illegal memory access"), ("blockwise", "no answer in 2 s")
-    ):  # fmt: skip
-        assert metrics["kernels"][name] == {"runs": False, "why": why}
+    whys = {name: metrics["kernels"][name]["why"] for name in scripts}
+    assert whys == {
+        "cpu": "its process ended with status -6: an illegal memory access", "blockwise": "no answer in 2 s"
+    }  # fmt: skip
 
     def refuse(*_, **__):
         raise AssertionError("head_dim 24 is not supported")

@@ -127,14 +127,14 @@ BAD = """
 """
 
 
+def _refused(rank, world, run, out):
+    return error_of(peers.Comparison, RunConfig.from_dict(run), Path(out))
+
+
 @pytest.mark.parametrize("changes, message", values_of(BAD))
 def test_bad_input(ranks2, tmp_path, changes, message):
     for found in ranks2(_refused, {**RUN, **changes}, str(tmp_path)):
         assert message in found
-
-
-def _refused(rank, world, run, out):
-    return error_of(lambda: peers.Comparison(RunConfig.from_dict(run), Path(out))())
 
 
 def _held(rank, world, run, name):

@@ -9,13 +9,14 @@ import mistakes
 import pytest
 import referee
 import torch
-from cases import ROOT
+from cases import ROOT, lines_of, values_of
 from exactness import flash, page, reproduce, stacks
 from exactness.cases import CASES
 from exactness.judge import first, verdict
 from exactness.ranks import Processes
 from setuptools import find_namespace_packages
 
+from alstlib.base.reference import attention
 from alstlib.runs import verify as command
 
 pytestmark = pytest.mark.usefixtures("server")
@@ -37,18 +38,21 @@ def test_a_mistake_is_found_in_its_module(name, plain):
     assert (judged["result"], judged.get("first")) == ("wrong", mistakes.KINDS[name][1]), judged
 
 
-EXPECTED = {
-    ("ours", "uneven"): "exact", ("ours", "no labels"): "exact", ("ours-trainer", "packed"): "exact",
-    ("accelerate-sp-zero2", "even"): "wrong", ("accelerate-cp", "even"): "exact",
-    ("accelerate-cp", "window"): "refused",
-}  # fmt: skip
+EXPECTED = """
+ours                -> uneven    -> exact
+ours                -> no labels -> exact
+ours-trainer        -> packed    -> exact
+accelerate-sp-zero2 -> even      -> wrong
+accelerate-cp       -> even      -> exact
+accelerate-cp       -> window    -> refused
+"""
 """Some cells of the table, with the versions of the lock."""
 
 
-@pytest.mark.parametrize("stack, case", EXPECTED)
-def test_a_cell(stack, case, plain):
+@pytest.mark.parametrize("stack, case, result", lines_of(EXPECTED))
+def test_a_cell(stack, case, result, plain):
     cell = referee.cell_of(Processes(), stack, CASES[case], plain)
-    assert cell["result"] == EXPECTED[stack, case], cell
+    assert cell["result"] == result, cell
 
 
 @pytest.mark.parametrize("stack", stacks.known())
@@ -63,16 +67,13 @@ def test_a_stack_says_what_it_follows(stack):
 
 @pytest.mark.parametrize("window, cap", [(-1, 0.0), (3, 0.0), (-1, 2.0)])
 def test_the_stand_in_for_flash_attention(window, cap):
-    """Documents of 5 and 7 tokens are as PyTorch computes them by a mask, or by the formula of a soft cap."""
+    """Documents of 5 and 7 tokens are those of the oracle."""
     q, k, v = (torch.randn(12, heads, 4, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
-    ends = torch.tensor([0, 5, 12])
+    one = (t.transpose(0, 1)[None] for t in (q, k, v))
+    seen = None if window < 0 else window + 1  # with the token itself
+    (want,), _ = attention(*one, scale=0.5, documents=[5], window=seen, softcap=cap or None)
     how = {"causal": True, "window_size": (window, window), "softcap": cap}
-    at, document = torch.arange(12), torch.arange(12) >= 5
-    after = at[:, None] - at
-    seen = (document[:, None] == document) & (after >= 0) & (after <= (window if window >= 0 else 12))
-    scores = q.transpose(0, 1) @ k.repeat_interleave(2, 1).permute(1, 2, 0) / 2
-    scores = cap * torch.tanh(scores / cap) if cap else scores
-    want = scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v.repeat_interleave(2, 1).transpose(0, 1)
+    ends = torch.tensor([0, 5, 12])
     got = flash.flash_attn_varlen_func(q, k, v, ends, ends, 7, 7, **how)
     torch.testing.assert_close(got, want.transpose(0, 1))
     alone = flash.flash_attn_func(q[None, 5:], k[None, 5:], v[None, 5:], **how)
@@ -131,9 +132,14 @@ def test_a_reproducer_is_short_and_needs_only_its_stack(stack, case):
     assert "exactness" not in text
 
 
-@pytest.mark.parametrize("stack, case, shown", [
-    ("deepspeed", "even", False), ("deepspeed", "packed", True), ("accelerate-sp-zero2", "lora", True),
-])  # fmt: skip
+SHOWN = """
+deepspeed           -> even   -> false
+deepspeed           -> packed -> true
+accelerate-sp-zero2 -> lora   -> true
+"""
+
+
+@pytest.mark.parametrize("stack, case, shown", values_of(SHOWN))
 def test_a_reproducer_shows_what_is_wrong_and_nothing_else(stack, case, shown, tmp_path):
     (tmp_path / reproduce.file_of(stack, case)).write_text(reproduce.script(stack, CASES[case], "wrong"))
     found, words = referee.reproduced(Processes(), stack, case, tmp_path)
@@ -164,13 +170,16 @@ def test_of_a_model(capsys):
     assert capsys.readouterr().out.count(": exact") == len(referee.OF_A_MODEL)
 
 
-@pytest.mark.parametrize("line, said", [
-    ("verify tiny --stack nobody", "there is no stack 'nobody'"),
-    ("verify tiny --stack deepspeed --sp 4", "leave out --sp"),
-    ("verify tiny --stack deepspeed --set chunk=16K", "leave out --set"),
-])  # fmt: skip
-def test_what_the_command_refuses(alst, nothing_starts, line, said):
-    assert said in alst(line, 2)
+REFUSED = """
+nobody                    -> there is no stack 'nobody'
+deepspeed --sp 4          -> leave out --sp
+deepspeed --set chunk=16K -> leave out --set
+"""
+
+
+@pytest.mark.parametrize("stack, said", lines_of(REFUSED))
+def test_what_the_command_refuses(alst, nothing_starts, stack, said):
+    assert said in alst(f"verify tiny --stack {stack}", 2)
 
 
 def test_the_command_starts_the_referee(alst, monkeypatch):

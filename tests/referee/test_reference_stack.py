@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import reference_stack
+from cases import values_of
 from reference_stack import ReferenceStack
 from torch.utils import cpp_extension
 
@@ -16,10 +17,15 @@ SMALL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "heads, ranks, mlp, loss, offload",
-    [(2, 1, False, False, False), (2, 2, False, True, False), (2, 2, True, True, True), (1, 4, True, True, True)],
-)
+STEPS = """
+2 -> 1 -> false -> false -> false
+2 -> 2 -> false -> true  -> false
+2 -> 2 -> true  -> true  -> true
+1 -> 4 -> true  -> true  -> true
+"""
+
+
+@pytest.mark.parametrize("heads, ranks, mlp, loss, offload", values_of(STEPS))
 def test_real_tensors_at_small_sizes(heads, ranks, mlp, loss, offload, monkeypatch):
     """The same moments, to the byte and the category. Nothing of DeepSpeed is compiled, which takes a minute."""
     monkeypatch.setattr(cpp_extension, "load", lambda *_, **__: pytest.fail("an operator is compiled"))

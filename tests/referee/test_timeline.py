@@ -1,24 +1,28 @@
 """What the timeline says of a trace whose lanes are known."""
 
 import pytest
+import yaml
+from cases import lines_of
 from timeline import COLUMNS, as_page, summary
 
 
-def event(cat, name, begin, end, tid=7, **args):
-    about = {"cat": cat, "name": name, "tid": tid, "args": args}
+def event(cat, name, begin, end, tid=7, nbytes=0):
+    about = {"cat": cat, "name": name, "tid": tid, "args": {"bytes": nbytes}}
     return {"ph": "X", "ts": begin * 1e6, "dur": (end - begin) * 1e6, **about}
 
 
-TRACE = [
-    event("kernel", "gemm", 0, 4),
-    event("kernel", "softmax", 3, 5),  # on another stream
-    event("kernel", "attention", 8, 10),
-    event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 1, 3, 13, bytes=400),
-    event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 4, 7, 14, bytes=300),
-    event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 0, 10, bytes=1),
-    event("cuda_runtime", "cudaLaunchKernel", 5, 8),
-    {"ph": "M", "cat": "kernel", "name": "thread_name"},
-]
+EVENTS = """
+kernel       | gemm                           | 0 | 4
+kernel       | softmax                        | 3 | 5
+kernel       | attention                      | 8 | 10
+gpu_memcpy   | Memcpy DtoH (Device -> Pinned) | 1 | 3  | 13 | 400
+gpu_memcpy   | Memcpy HtoD (Pinned -> Device) | 4 | 7  | 14 | 300
+gpu_memcpy   | Memcpy DtoD (Device -> Device) | 0 | 10 | 7  | 1
+cuda_runtime | cudaLaunchKernel               | 5 | 8
+"""
+"""The softmax is on another stream than the other kernels."""
+TRACE = [event(*map(yaml.safe_load, line)) for line in lines_of(EVENTS, "|")]
+TRACE.append({"ph": "M", "cat": "kernel", "name": "thread_name"})
 
 
 def test_copies_beside_kernels_and_the_times_without_a_kernel():

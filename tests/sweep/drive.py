@@ -1,7 +1,7 @@
 """The sweep: every causal language model that transformers can build, on 1, 2 and 3 ranks, judged against plain
 transformers. `make sweep` runs it whole, with the oldest and the newest transformers, and writes the table.
 
-    python -m tests.sweep.drive [--images] [--only TYPE...] [--sp N...] [--again]
+    python -m tests.sweep.drive [--images] [--only TYPE...] [--sp N...] [--keep]
 
 With `--images` the types are those of AutoModelForImageTextToText, on text alone and on samples with images. What is
 judged is appended to papermill_runs/out/sweep, a line of JSON for each case. A sweep that was stopped, or in which
@@ -58,17 +58,13 @@ def judged(pools, sp, kind, of="sweep"):
     return [max(each, key=lambda one: (one["result"] not in GOOD, one.get("gradient", 0.0))) for each in zip(*ranks)]
 
 
-def sweep(types, degrees, path, again=False, of="sweep"):
+def sweep(types, degrees, path, of="sweep"):
     """Judge what `path` has not, or not as it should be, and append it there."""
     cases = JUDGES[of][0].CASES
     path.parent.mkdir(parents=True, exist_ok=True)
-    found, began = {} if again else read(path), time.monotonic()
-    pools = {}
-
-    def good(sp, kind):
-        return all(found.get((kind, sp, case), {}).get("result") in GOOD for case in cases)
-
-    todo = [(sp, kind) for sp in degrees for kind in types if not good(sp, kind)]
+    found, pools, began = read(path), {}, time.monotonic()
+    good = {key for key, line in found.items() if line["result"] in GOOD}
+    todo = [(sp, kind) for sp in degrees for kind in types if not good.issuperset((kind, sp, case) for case in cases)]
     with path.open("a") as out:
         for i, (sp, kind) in enumerate(todo, 1):
             outcomes = dict(zip(cases, judged(pools, sp, kind, of)))
@@ -96,7 +92,6 @@ def main():
     parser.add_argument("--images", action="store_true", help="the types of AutoModelForImageTextToText")
     parser.add_argument("--only", nargs="+", metavar="TYPE", help="these model types")
     parser.add_argument("--sp", nargs="+", type=int, default=[1, 2, 3], help="sequence-parallel degrees")
-    parser.add_argument("--again", action="store_true", help="judge anew what is judged already")
     parser.add_argument("--keep", action="store_true", help="write the outcome of these types to the results")
     args = parser.parse_args()
     of = "images" if args.images else "sweep"
@@ -104,7 +99,7 @@ def main():
     if unknown := set(args.only or ()) - set(types):
         parser.error(f"the {of} of transformers {transformers.__version__} has no type {', '.join(unknown)}")
     with verify.quiet():
-        found = sweep(args.only or types, args.sp, OUT / name, args.again, of)
+        found = sweep(args.only or types, args.sp, OUT / name, of)
     counts = Counter(line["result"] for line in found.values())
     listed = ", ".join(f"{counts[result]} {result}" for result in (*GOOD, "wrong", "crash"))
     print(f"transformers {transformers.__version__}: {listed}")

@@ -6,35 +6,35 @@ from unittest import mock
 
 import small
 import torch
+import yaml
 
 import alstlib
 from alstlib.base import sizing
 from alstlib.planner.measure import verify
 
-TILES = {"tiles": {"mlp": 5, "loss": 7, "norm": 6}}
-OPTIONS = {
-    "default": {},
-    "tiles": {**TILES, "offload": True, "save_attention": True, "linear_attention": "heads"},
-    "chunks": {**TILES, "chunk": 4, "linear_attention": "pass"},
-    "chunks, host": {"offload": True, "chunk": 4, "on_host": "hidden+kv", "linear_attention": "heads"},
-    "blocks": {**TILES, "offload": True, "on_host": "hidden+kv", "block": 5},
-    "no checkpoints": {"tiles": False, "checkpoint": False},
-}
+OPTIONS = yaml.safe_load("""
+default: {}
+tiles: {tiles: &tiles {mlp: 5, loss: 7, norm: 6}, offload: true, save_attention: true, linear_attention: heads}
+chunks: {tiles: *tiles, chunk: 4, linear_attention: pass}
+chunks, host: {offload: true, chunk: 4, on_host: hidden+kv, linear_attention: heads}
+blocks: {tiles: *tiles, offload: true, on_host: hidden+kv, block: 5}
+no checkpoints: {tiles: false, checkpoint: false}
+""")
 LENGTH = 32
 CASES = [f"{data}, {how}" for data in ("whole", "packed") for how in OPTIONS]
 EXACT = {torch.float32: (1e-6, 1e-4), torch.float64: (1e-9, 1e-9)}
 """Largest relative error of the loss and of a gradient."""
 
 
-def judge(rank, world, kind, cases):
+def outcomes(small_model, one, rank, world, kind, cases):
     """The outcome of each case of this type: exact, refused, wrong or crash, with the errors or the reason."""
     try:
-        small.small_model(kind)
+        small_model(kind)
     except Exception as e:
         return [{"result": "not built", "reason": verify.why(e)} for _ in cases]
     ctx, known = alstlib.SPContext.create(world), {}
-    run = {case: functools.partial(_one, ctx, case, known) for case in cases}
-    return list(verify.judge(functools.partial(small.small_model, kind), run).values())
+    run = {case: functools.partial(one, ctx, case, known) for case in cases}
+    return list(verify.judge(functools.partial(small_model, kind), run).values())
 
 
 def _one(ctx, case, known, model):
@@ -51,3 +51,6 @@ def _one(ctx, case, known, model):
 
     with mock.patch.object(sizing, "LEAST_KEYS", 1):  # pages of one chunk
         return verify.compare(model, ctx, alstlib.Options(**chosen), data, plain, EXACT, block)
+
+
+judge = functools.partial(outcomes, small.small_model, _one)

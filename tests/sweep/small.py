@@ -12,14 +12,13 @@ from alstlib.planner.measure.small import HEADS, WIDTHS, build, first_of_each, k
 
 TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 SIZES = {
-    **named(32, f"{WIDTHS} hidden_size_global input_embedding_size output_embedding_size"),
-    **named(32, "attention_hidden_size d_inner"),
-    **named(4, f"{HEADS} encoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads"),
-    **named(4, "swa_num_attention_heads"),
-    **named(2, "num_key_value_heads num_kv_heads kv_n_heads swa_num_key_value_heads num_query_groups"),
-    **named(2, "mamba_n_groups mamba_ngroups linear_num_key_heads"), **named(4, "linear_num_value_heads n_mamba_heads"),
-    **named(4, "mamba_chunk_size"), "linear_value_head_dim": 6,
-    **named(1, "first_k_dense_replace num_dense_layers moe_layer_start_index"),
+    **named(32, f"{WIDTHS} hidden_size_global input_embedding_size output_embedding_size attention_hidden_size "
+                "d_inner"),
+    **named(4, f"{HEADS} encoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads "
+               "swa_num_attention_heads linear_num_value_heads n_mamba_heads mamba_chunk_size"),
+    **named(2, "num_key_value_heads num_kv_heads kv_n_heads swa_num_key_value_heads num_query_groups mamba_n_groups "
+               "mamba_ngroups linear_num_key_heads"),
+    **named(1, "first_k_dense_replace num_dense_layers moe_layer_start_index"), "linear_value_head_dim": 6,
     "tie_word_embeddings": False, "is_decoder": True, "add_cross_attention": False,
 }  # fmt: skip
 """Value of a field where a config has it, besides those of `alst verify`."""
@@ -27,11 +26,11 @@ ALSO = yaml.safe_load(Path(__file__).with_name("also.yaml").read_text())
 """What a type needs besides: further fields, or those of a config inside its own."""
 
 
-def small_config(kind):
+def small_config(kind, also=ALSO, sizes=SIZES):
     """The config of the type with small sizes; fields that it has not are left out."""
     default = transformers.CONFIG_MAPPING[kind]()
     layers = first_of_each(kinds_in_lists(default.get_text_config()))
-    return shrunk(default, layers, ALSO.get(kind), sizes=SIZES, unset=True)
+    return shrunk(default, layers, also.get(kind), sizes=sizes, unset=True)
 
 
 def small_model(kind, dtype=torch.float32):

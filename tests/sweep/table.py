@@ -53,16 +53,14 @@ def summary(lines):
     names), and the largest errors of what is exact."""
     results = {line["result"] for line in lines}
     result = next(one for one in ("crash", "wrong", "not built", "exact", "refused") if one in results)
-    images = {line["result"] for line in lines if "images" in line["case"]}
-    if result == "exact" and images == {"refused"}:
-        result = "text"
+    of_images = [line for line in lines if "images" in line["case"]]
+    told = [line for line in lines if line["result"] == ("refused" if result == "exact" else result)]
+    if result == "exact" and {line["result"] for line in of_images} == {"refused"}:
+        result, told = "text", of_images
     reasons = {}
-    for line in lines:
-        if line["result"] == ("refused" if result in ("exact", "text") else result):
-            reasons.setdefault(line["reason"], []).append(line["case"].partition(", ")[2])
+    for line in told:
+        reasons.setdefault(line["reason"], []).append(line["case"].partition(", ")[2])
     whys = sorted(reasons)[:1]
-    if result == "text":
-        whys = sorted({line["reason"] for line in lines if "images" in line["case"]})[:1]
     if result == "exact":
         whys = [f"{', '.join(dict.fromkeys(options))} refused: {why}" for why, options in sorted(reasons.items())]
     exact = [line for line in lines if line["result"] == "exact"]

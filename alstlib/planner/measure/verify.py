@@ -104,7 +104,7 @@ def attached_step(handle: alstlib.Handle, data: Mapping[str, Any], block: int | 
     """The same of an attached model on this rank's shard, with gradients averaged over ranks as an engine does."""
     model, ctx = handle.model, handle.ctx
     model.zero_grad()
-    batch = shard_batch(data, ctx.sp, ctx.sp_rank)
+    batch = shard_batch(data, ctx.sp, ctx.sp_rank, images=handle.images)
     if block is None:
         out = alstlib.causal_lm_loss(model, batch)
         out.loss.backward()
