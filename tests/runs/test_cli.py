@@ -264,12 +264,11 @@ def test_the_log_to_look_at_exists_and_is_of_the_newest_attempt(tmp_path):
 def program(spec, *interpreter, **how):
     """`alst run` as a program, which is killed in the end where it still runs."""
     command = [sys.executable, *interpreter, "-m", "alstlib.runs", "run", str(spec)]
-    sweep = subprocess.Popen(command, env={**os.environ, **PATHS}, text=True, **how)
-    try:
-        yield sweep
-    finally:
-        sweep.kill()
-        sweep.wait()
+    with subprocess.Popen(command, env={**os.environ, **PATHS}, text=True, **how) as sweep:
+        try:
+            yield sweep
+        finally:
+            sweep.kill()
 
 
 def test_what_runs_runs_once_and_ends_with_its_sweep(tmp_path, alst, answer):

@@ -217,7 +217,6 @@ def test_torchrun_that_is_ended_from_outside(tmp_path, number):
     assert wait_for((tmp_path / "started.1").exists)
     os.kill(agent_in(tmp_path), number)
     result = run.exception(200).result
-    assert result == result_of(tmp_path)
     said = result["error"]["message"]
     assert (result["status"], said) == ("cancelled", f"torchrun was ended by signal {int(number)}")
     assert not processes_of(tmp_path)
@@ -416,4 +415,3 @@ def test_a_search_goes_on_in_a_new_process_where_memory_ran_out(tmp_path, what, 
     assert result["status"] == status
     assert sum(e.get("peak") == 100 for e in ProgressReader(tmp_path / "progress.jsonl").read()) == 2
     assert len(list((tmp_path / "logs").iterdir())) == 2
-    assert result_of(tmp_path) == result
