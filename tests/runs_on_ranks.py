@@ -3,7 +3,6 @@
 import contextlib
 import os
 import time
-from pathlib import Path
 from unittest import mock
 
 import torch
@@ -17,7 +16,7 @@ from alstlib.runs.train.worker import work
 
 def trained(rank, world, out, run, dies_after=0, seconds=0, kind=AblationRun):
     """A run, ended after some step without a result, or with so many seconds left after its first; what it left."""
-    place, original = Path(out), RunStates.after_step
+    original = RunStates.after_step
 
     def after_step(self, loader, step, took, history):
         if seconds:
@@ -27,14 +26,14 @@ def trained(rank, world, out, run, dies_after=0, seconds=0, kind=AblationRun):
             self.wait()  # as the interpreter does at its end
             raise KeyboardInterrupt
 
-    place.mkdir(exist_ok=True)
+    out.mkdir(exist_ok=True)
     with (
         mock.patch.object(RunStates, "after_step", after_step), mock.patch.dict(os.environ),
         contextlib.suppress(BaseException),
     ):  # fmt: skip
-        os.environ["TORCHELASTIC_RUN_ID"] = f"{place.name}-{time.monotonic()}"
-        work(run, place, kind)
+        os.environ["TORCHELASTIC_RUN_ID"] = f"{out.name}-{time.monotonic()}"
+        work(run, out, kind)
     torch.distributed.barrier()
-    result = results.read_result(place / "result.json")
+    result = results.read_result(out / "result.json")
     torch.distributed.barrier()
     return result

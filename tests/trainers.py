@@ -12,6 +12,7 @@ from exactness.training import collate, several_devices, zero
 from transformers import AutoModelForCausalLM, Trainer
 
 import alstlib
+from alstlib.base.reference import relative_error
 from alstlib.hf.saving import full_weights
 from alstlib.runs.train import operators
 
@@ -224,14 +225,9 @@ def errors(got, want, after=0, near_zero=()):
     found = {}
     for at, line in theirs.items():
         for name in (n for n in line if not n.endswith(NOT_COMPARED)):
-            least = (
-                1.0
-                if "rewards/" in name or "logits/" in name
-                else 0.01
-                if name.removeprefix("eval_") in near_zero
-                else 1e-9
-            )
+            least = 0.01 if name.removeprefix("eval_") in near_zero else 1e-9
+            least = 1.0 if "rewards/" in name or "logits/" in name else least
             found[name] = max(found.get(name, 0.0), abs(mine[at][name] - line[name]) / max(abs(line[name]), least))
     assert got["weights"].keys() == want["weights"].keys()
     mine, theirs = (torch.cat([run["weights"][n].double().flatten() for n in want["weights"]]) for run in (got, want))
-    return {**found, "weights": float((mine - theirs).norm() / theirs.norm())}
+    return {**found, "weights": relative_error(mine, theirs)}

@@ -8,7 +8,7 @@ from cases import VOCAB, make_model
 from datasets import Dataset, load_from_disk
 from pictures import conversations, processor, small_vlm
 from tokenizers import Tokenizer, models, pre_tokenizers
-from trainers import dtype_of, lora_of
+from trainers import SETTINGS, dtype_of, lora_of
 from transformers import MixtralConfig, PreTrainedTokenizerFast
 
 import alstlib
@@ -60,15 +60,28 @@ def mixture(**settings):
     return MixtralConfig(vocab_size=VOCAB, **sizes, **experts, **settings)
 
 
+def built(cls, arguments, what, settings=None, **given):
+    """A trainer of this class on four samples, in this process."""
+    usual = {**SETTINGS, "use_cpu": True, "bf16": False, "output_dir": "unused"}
+    made = {"model": make_model(), "train_dataset": dataset(what, 4), "processing_class": tokenizer()}
+    return cls(**{**made, "args": arguments(**{**usual, **(settings or {})}), **given})
+
+
 def given(what, count, folder):
     """Samples that were saved, where all ranks find what one of them keeps about them; or new ones."""
     return dataset(what, count) if folder is None else load_from_disk(f"{folder}/{what}-{count}")
 
 
+def places(prompts):
+    """The places of a process's prompts in the batch of all of them."""
+    first = dist.get_rank() * len(prompts) if dist.is_initialized() else 0
+    return range(first, first + len(prompts))
+
+
 def turns(prompts, trainer):
     """What a user's rollout function returns: completions in which some tokens are an environment's."""
-    first, made = dist.get_rank() * len(prompts) if dist.is_initialized() else 0, []
-    for i in range(first, first + len(prompts)):
+    made = []
+    for i in places(prompts):
         g = torch.Generator().manual_seed(100 * trainer.state.global_step + i)
         length = int(torch.randint(2, 11, (1,), generator=g))
         ids = torch.randint(24, 60, (length,), generator=g).tolist()
@@ -87,8 +100,8 @@ class Reproducible:
     not on which process generates it, nor on what else it generates."""
 
     def _generate_single_turn(self, prompts, *more):
-        first, made = dist.get_rank() * len(prompts) if dist.is_initialized() else 0, []
-        for i, prompt in enumerate(prompts, first):
+        made = []
+        for i, prompt in zip(places(prompts), prompts):
             torch.manual_seed(1000 * self.state.global_step + 2 * i + self.model.training)
             one = super()._generate_single_turn([prompt], *more)
             made += one[0] if isinstance(one, tuple) else one
@@ -121,9 +134,10 @@ def policy(kind="gqa", folder=None, dtype=torch.float64):
 
 ONLINE = {
     "num_generations": 4, "max_completion_length": 10, "per_device_train_batch_size": 4,
-    "per_device_eval_batch_size": 4, "beta": 0.0,
+    "per_device_eval_batch_size": 4, "beta": 0.0, "max_steps": 4,
     "generation_kwargs": {"min_new_tokens": 1},
 }  # fmt: skip
+OFFLINE = {"per_device_train_batch_size": 2, "max_steps": 8}
 
 
 def with_trl(
@@ -142,36 +156,26 @@ def with_trl(
     """
     import trl
 
-    extra = {"processing_class": tokenizer()}
+    online, base = trainer in ("GRPO", "RLOO"), getattr(trl, f"{trainer}Trainer")
+    mixins = {"SFT": alstlib.TrainerMixin, "DPO": alstlib.DPOTrainerMixin}
+    mixin = mixins.get(trainer, alstlib.GRPOTrainerMixin)
+    usual = {**(ONLINE if online else OFFLINE), "bf16": False, "seed": 7}
+    extra = {"processing_class": processor() if what == "images" else tokenizer()}
     if trees := settings.pop("trees", None):
         extra["trees"] = trees
-    if trainer in ("GRPO", "RLOO"):
-        base, mixin = getattr(trl, f"{trainer}Trainer"), alstlib.GRPOTrainerMixin
-        classes = [type(f"Reproducible{one.__name__}", (Reproducible, one), {}) for one in (base, mixin)]
+    if lora:
+        extra["peft_config"] = lora_of(())
+    if online:
+        base, mixin = (type(f"Reproducible{one.__name__}", (Reproducible, one), {}) for one in (base, mixin))
         extra["reward_funcs"] = [small_tokens, kinds]
         if rollout := settings.pop("rollout", None):
             extra["rollout_func"] = rollout
-        if lora:
-            extra["peft_config"] = lora_of(())
-        return {
-            **ONLINE, "max_steps": 4, "bf16": False, "seed": 7, "extra": extra,
-            "kind": functools.partial(policy, folder=reference or None, dtype=dtype_of(engine)),
-            "classes": (classes[0], getattr(trl, f"{trainer}Config"), classes[1]),
-            "data": given(what, count, data), "evaluate": evaluate and given(what, 4, data), **settings,
-        }  # fmt: skip
-    if reference:
+        usual["kind"] = functools.partial(policy, folder=reference or None, dtype=dtype_of(engine))
+    elif reference:
         extra["ref_model"] = make_model(seed=1).to(dtype_of(engine))
-    if lora:
-        extra["peft_config"] = lora_of(())
-    if what == "images":
-        extra["processing_class"] = processor()
-        settings = {"kind": functools.partial(small_vlm, "qwen2_vl", dtype_of(engine)), **settings}
-    classes = (
-        getattr(trl, f"{trainer}Trainer"),
-        getattr(trl, f"{trainer}Config"),
-        alstlib.DPOTrainerMixin if trainer == "DPO" else alstlib.TrainerMixin,
-    )
+    elif what == "images":
+        usual["kind"] = functools.partial(small_vlm, "qwen2_vl", dtype_of(engine))
     return {
-        "per_device_train_batch_size": 2, "max_steps": 8, "bf16": False, "seed": 7, "classes": classes, "extra": extra,
-        "data": given(what, count, data), "evaluate": evaluate and given(what, 7, data), **settings,
+        **usual, "classes": (base, getattr(trl, f"{trainer}Config"), mixin), "extra": extra,
+        "data": given(what, count, data), "evaluate": evaluate and given(what, 4 if online else 7, data), **settings,
     }  # fmt: skip

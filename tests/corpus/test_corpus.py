@@ -1,5 +1,6 @@
 """Corpora, tokenizers and samples: what is read, what is labelled, and that samples are exactly as long as asked."""
 
+import copy
 import pickle
 from unittest import mock
 
@@ -43,12 +44,11 @@ CHAT = [
 def caches(tmp_path_factory):
     """The caches of `datasets` and of the tokenizer, away from the user's own."""
     folder = tmp_path_factory.mktemp("cache")
-    patch = pytest.MonkeyPatch()
-    patch.setenv("XDG_CACHE_HOME", str(folder))
-    patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "datasets")
-    patch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    yield folder
-    patch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "datasets")
+        patch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def texts(*lengths):
 
 def with_template(tokenizer, template):
     """A tokenizer of its own."""
-    tokenizer = pickle.loads(pickle.dumps(tokenizer))
+    tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = template
     return tokenizer
 
@@ -212,7 +212,6 @@ def test_samples_are_seeded_and_reach_worker_processes(stdlib, tokenizer):
 def test_one_text_keeps_every_token_once(tokenizer):
     corpus = texts(7, 30, 3, 12)
     samples = make_samples(corpus, tokenizer, 13)
-    assert len(samples) == 52 // 13
     assert set(samples[0]) == {"input_ids", "labels"}
     seen = torch.cat([s["input_ids"] for s in samples])
     assert sorted(seen.tolist()) == sorted(t for row in corpus["input_ids"] for t in row)
@@ -223,10 +222,10 @@ def test_one_text_keeps_every_token_once(tokenizer):
 def test_packing_keeps_documents_whole(tokenizer):
     corpus = texts(5, 9, 3, 7, 4, 4)
     samples = make_samples(corpus, tokenizer, 16, packed=True)
-    found = [s["input_ids"].split(s["document_lengths"]) for s in samples]
-    every = sorted(t for pieces in found for p in pieces for t in p.tolist())
-    assert every == sorted(t for row in corpus["input_ids"] for t in row)
-    for pieces in found:
+    every = torch.cat([s["input_ids"] for s in samples])
+    assert sorted(every.tolist()) == sorted(t for row in corpus["input_ids"] for t in row)
+    for sample in samples:
+        pieces = sample["input_ids"].split(sample["document_lengths"])
         cut = [p for p in pieces if p.tolist() not in corpus["input_ids"]]
         assert len(cut) <= 2  # the rest of one, and the beginning of another
         assert all((p.diff() == 1).all() for p in cut)
@@ -380,7 +379,7 @@ def test_notes_on_data(tokenizer, stdlib):
         "row 3, read as text",
         f"the corpus of {size} tokens was read {samples.passes} times",
     ]  # fmt: skip
-    bare = pickle.loads(pickle.dumps(tokenizer))
+    bare = with_template(tokenizer, None)
     bare.eos_token = None
     assert [note.partition(",")[0] for note in make_samples(rows, bare, 4, limit=1).notes()] == [
         "1 of 2 rows train nothing", "the tokenizer has no end-of-text token",

@@ -61,8 +61,8 @@ class Place:
 
     def run(self, *command, limit=600.0):
         """What a command says that must succeed."""
-        named = ("PATH", "CI", "OMP_NUM_THREADS", "HF_HUB_OFFLINE")
-        env = {n: os.environ[n] for n in named if n in os.environ} | {"HOME": str(Path.home())}
+        named = {"PATH", "CI", "OMP_NUM_THREADS", "HF_HUB_OFFLINE"}
+        env = {n: os.environ[n] for n in named & {*os.environ}} | {"HOME": str(Path.home())}
         env |= {"TMPDIR": str(self.mine / "tmp"), "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", **self.env}
         (self.mine / "tmp").mkdir(exist_ok=True)
         done = subprocess.run(
@@ -104,11 +104,10 @@ def mounted(place, script):
 
 def grouped(place, limit):
     """Control groups of version 2, of which this process's has a limit."""
-    lines = Path("/proc/self/cgroup").read_text().splitlines() if Path("/proc/self/cgroup").exists() else []
-    name = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/") and ".." not in line), None)
+    name = re.search(r"(?m)^0::/((?!.*\.\.).*)", Path("/proc/self/cgroup").read_text())
     if name is None or not GROUPS.is_dir():
         pytest.skip("this process is in no control group of version 2, so none can stand in for it")
-    group = place.mine / "groups" / name
+    group = place.mine / "groups" / name[1]
     group.mkdir(parents=True)
     for file, text in (("memory.max", limit), ("memory.current", "0"), ("memory.stat", "inactive_file 0")):
         (group / file).write_text(f"{text}\n")
@@ -126,8 +125,6 @@ def unlimited(place):
 
 
 def one_core(place):
-    if not shutil.which("taskset"):
-        pytest.skip("no taskset here, which gives a process one core")
     place.before[:0] = ["taskset", "-c", str(min(os.sched_getaffinity(0)))]
 
 
@@ -141,15 +138,14 @@ def four_gib(place):
 def another_user(place):
     """Who may write neither to the checkout nor to a home folder."""
     root()
-    os.chown(place.mine, NOBODY, NOBODY)
     (place.mine / "tmp").mkdir()
-    os.chown(place.mine / "tmp", NOBODY, NOBODY)
+    for folder in (place.mine, place.mine / "tmp"):
+        os.chown(folder, NOBODY, NOBODY)
     place.env["HOME"] = str(place.checkout)
-    if not shutil.which("setpriv"):
-        pytest.skip("no setpriv here, which starts a process of another user")
     user = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
     # where the interpreter lies in root's home, only who may read everything can start it
     for more in ((), (f"--inh-caps={READS}", f"--ambient-caps={READS}", f"--bounding-set={READS}")):
+        # by a shell: what setpriv itself starts, it starts with root's rights to files
         start = [*user, *more, "sh", "-c", '"$0" -c "import torch"', str(place.checkout / ".venv/bin/python")]
         if subprocess.run(start, capture_output=True).returncode == 0:
             place.before += [*user, *more]

@@ -17,6 +17,7 @@ import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 from cases import living, wait_for
 
 from alstlib.runs import status
@@ -35,18 +36,17 @@ rows: [alst]
 base: {{model.name: tiny, engine: {{world_size: 2, sp: 2}}, data.seq_len: 64, optim.steps: {STEPS}, \
 output.checkpoint_every: 1}}
 """
-STEP = "step "
-MOMENTS = ("command", "notebook", "torchrun", "loading", "engine", *(f"{STEP}{n}" for n in range(1, STEPS + 1, 3)))
-VICTIMS = ("command", "kernel", "torchrun", "rank", "all")
-SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 WORDS = {
-    "kernel": "ipykernel_launcher",
-    "torchrun": "alstlib.runs.train.agent",
-    "rank": "-m alstlib.runs.train.ablation --config",
-}
-
-
-HEADING = "| run | moment | who | signal | exit status | alst status | nothing left after | |\n|" + "---|" * 8
+    "command": "alstlib.runs.cli", "kernel": "ipykernel_launcher", "torchrun": "alstlib.runs.train.agent",
+    "rank": "-m alstlib.runs.train.ablation --config", "all": "",
+}  # fmt: skip
+"""Who gets a signal, and what a command line of theirs has."""
+STARTED = (WORDS["command"], WORDS["kernel"], WORDS["torchrun"])
+MOMENTS = (*STARTED, "loading", "starting DeepSpeed", *range(1, STEPS + 1, 3))
+"""What a command line has, what is told, or a step."""
+SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+CHAIN, BESIDE = 4, 2
+"""Kills of one run, and runs at a time."""
 
 
 class Chain:
@@ -79,30 +79,16 @@ class Chain:
         """Command lines of all that lives of this chain, whoever is its parent now."""
         return living(self.mark, MARK)
 
-    def of(self, victim, command):
-        """Processes that get the signal; none where the victim is not there."""
-        found = self.processes()
-        if victim in ("command", "all"):
-            return [command] if victim == "command" else list(found)
-        agents = [pid for pid, line in found.items() if WORDS["torchrun"] in line]
-        if victim == "torchrun":
-            return agents[:1]
-        return [pid for pid, line in found.items() if WORDS[victim] in line and pid not in agents]
-
     def reached(self, moment):
-        if moment == "notebook":
-            return any(WORDS["kernel"] in line for line in self.processes().values())
         events = ProgressReader(self.row / "progress.jsonl").read()
-        if moment.startswith(STEP):
-            return any((event.get("step") or 0) >= int(moment.removeprefix(STEP)) for event in events)
-        if begins := {"loading": "loading", "engine": "starting DeepSpeed"}.get(moment):
-            return any(str(event.get("message")).startswith(begins) for event in events)
-        return moment == "command" or bool(events)
+        if isinstance(moment, int):
+            return any((event.get("step") or 0) >= moment for event in events)
+        return any(moment in text for text in (*self.processes().values(), *(str(e.get("message")) for e in events)))
 
     def kill(self, moment, draw):
-        """Start the command, and within a second after the moment give a signal to one of its processes, or to all;
-        None where it had ended. Returns what is wrong (empty when all is as it must be), and a line of the table."""
-        victim, number = draw.choice(VICTIMS), draw.choice(SIGNALS)
+        """Start the command, and within a second after the moment give a signal to one of its processes, or to all.
+        Returns what is wrong, which is empty when all is as it must be; None where it had ended."""
+        victim, number = draw.choice([*WORDS]), draw.choice(SIGNALS)
         (self.row / "progress.jsonl").unlink(missing_ok=True)
         with self.started() as process:
 
@@ -113,11 +99,10 @@ class Chain:
             time.sleep(draw.uniform(0.0, 1.0))
             if process.poll() is not None:
                 return None
-            pids = self.of(victim, process.pid)
-            if victim == "rank" and pids:
-                pids = [draw.choice(pids)]
+            pids = [pid for pid, line in self.processes().items() if WORDS[victim] in line]
             if not pids:
                 victim, pids = "command", [process.pid]
+            pids = pids if victim == "all" else [draw.choice(pids)]
             began = time.monotonic()
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
@@ -135,9 +120,10 @@ class Chain:
             wrong.append(f"the result is ok, with {len(self.losses())} losses")
         if row.status != "ok" and code == 0:
             wrong.append("the command ended with exit status 0")
-        what, name = "; ".join(wrong), signal.Signals(number).name
-        cells = (self.number, moment, victim, name, code, row.status, f"{seconds:.0f} s", what or "ok")
-        return what, f"| {' | '.join(map(str, cells))} |"
+        said = f"run {self.number}: {signal.Signals(number).name} to {victim} at {moment}: exit status {code}, "
+        said += f"{row.status}, {seconds:.0f} s; {'; '.join(wrong) or 'as it must be'}"
+        print(said, flush=True)
+        return said if wrong else ""
 
     def losses(self):
         return read_result(self.row / "result.json")["metrics"].get("loss") or []
@@ -154,38 +140,34 @@ class Chain:
         return result["metrics"]["loss"]
 
 
-def campaign(kills, seed, folder, chain=4, beside=2):
-    """All kills, `chain` of them to a run and `beside` runs at a time; a table of them is printed. Returns what was
-    wrong."""
+def campaign(kills, seed, folder):
+    """All kills, each of which is printed; returns what was wrong."""
     wrong = []
     expected = Chain(folder / "undisturbed").finish()
     assert len(expected) == STEPS
-    print(f"seed {seed}\n\n{HEADING}", flush=True)
+    print(f"seed {seed}", flush=True)
 
     def compare(run, losses):
-        worst = max((abs(a - b) for a, b in zip(losses, expected)), default=0.0)
-        if len(losses) != len(expected) or not worst <= TOLERANCE:
+        print(f"run {run.number}: the same command finishes with {len(losses)} losses", flush=True)
+        if losses != pytest.approx(expected, rel=0, abs=TOLERANCE):
             wrong.append(f"run {run.number}: its losses are {losses} and not {expected}")
-        print(f"| {run.number} | the same command | | | | | | {len(losses)} losses differ by {worst:.0e} |", flush=True)
 
     def disturb(first):
         """So many kills of one run; then it must finish."""
-        number, left = first // chain, min(chain, kills - first)
+        number, left = first // CHAIN, min(CHAIN, kills - first)
         draw, run = random.Random(f"{seed} {number}"), Chain(folder / f"run-{number}", number)
         while left:
-            moment = draw.choice(MOMENTS)
-            if (killed := run.kill(moment, draw)) is None:  # it was done before it was hit: again, from the beginning
+            if (killed := run.kill(draw.choice(MOMENTS), draw)) is None:  # it was done before it was hit
                 compare(run, run.losses())
-                shutil.rmtree(run.folder / "out")
+                shutil.rmtree(run.folder / "out")  # again, from the beginning
                 continue
             left -= 1
-            wrong.extend([killed[1]] if killed[0] else [])
-            print(killed[1], flush=True)
+            wrong.extend(filter(None, [killed]))
         try:
             compare(run, run.finish())
         except (AssertionError, OSError, ValueError) as e:
-            wrong.append(f"run {run.number} did not finish: {e}")
+            wrong.append(f"run {number} did not finish: {e}")
 
-    with ThreadPoolExecutor(beside) as pool:
-        list(pool.map(disturb, range(0, kills, chain)))
+    with ThreadPoolExecutor(BESIDE) as pool:
+        list(pool.map(disturb, range(0, kills, CHAIN)))
     return wrong

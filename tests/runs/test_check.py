@@ -1,7 +1,6 @@
 """`alst check`: two ranks measure, what looks wrong is named, and a plan stands on what was measured."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -16,6 +15,7 @@ from alstlib.planner.prediction import predict
 from alstlib.runs import check
 
 GIB = 2**30
+NAMES = ("matmul", "attention_forward", "attention_backward", "host", "host_memory", "link")
 
 
 def measure(rank, world, out):
@@ -30,23 +30,14 @@ def measure(rank, world, out):
     }
     run = RunConfig(model={"name": "tiny"}, engine={"world_size": world, "sp": world})
     with mock.patch.multiple(machine_rates, **small):
-        return machine_rates.MeasureRates(run, Path(out))()
+        return machine_rates.MeasureRates(run, out)()
 
 
 def test_two_ranks_measure_and_a_plan_reads_it(ranks2, tmp_path, capsys, alst):
-    metrics = ranks2(measure, str(tmp_path))[0]
+    metrics = ranks2(measure, tmp_path)[0]
     assert metrics["ranks"] == metrics["ranks_of_node"] == len(metrics["links"]) == len(metrics["places"]) == 2
     rates = metrics["rates"]
-    for name in (
-        "matmul",
-        "attention_forward",
-        "attention_backward",
-        "host",
-        "host_memory",
-        "link",
-        "all_reduce",
-        "disk_read",
-    ):
+    for name in (*NAMES, "all_reduce", "disk_read"):
         assert len(rates[name]) == 2, name
         assert min(rates[name]) > 0, name
     assert "network" not in rates
@@ -92,8 +83,7 @@ H100 = rates_of("H100")
 ])  # fmt: skip
 def test_what_looks_wrong_is_named(changes, says):
     """In a node of eight H100."""
-    names = ("matmul", "attention_forward", "attention_backward", "host", "host_memory", "link")
-    rates = {name: [getattr(H100, name)] * 8 for name in names}
+    rates = {name: [getattr(H100, name)] * 8 for name in NAMES}
     rates |= {"to_host": [50e9] * 8, "from_host": [50e9] * 8, "from_host_not_pinned": [20e9] * 8}
     node = {
         "device_name": "NVIDIA H100 80GB HBM3", "capability": 9, "ranks": 8, "ranks_of_node": 8, "nodes": 1,

@@ -56,7 +56,6 @@ def test_what_is_given_wins_over_the_row():
     tiles = config_of("row = 'alst'; options.tiles.mlp = 64").options.tiles
     assert tiles == {"loss": True, "mlp": 64}
     assert config_of("row = 'alst'; config = {'engine': {'sp': 1}}").engine.sp == 1
-    check_refused(r"unknown row 'ulises'; did you mean 'ulysses'\?", config_of, "row = 'ulises'")
 
 
 UNREAD = r"""
@@ -64,6 +63,7 @@ options.chunks = 3      -> unknown field of Options 'chunks'; did you mean 'chun
 options.tiles.mpl = 3   -> options.tiles=.*'mpl'.* must be .*'mlp', 'loss' and 'norm'
 seq_len = 4             -> unknown parameter 'seq_len'; did you mean 'data.seq_len'\?
 config = {'seq_len': 4} -> unknown parameter 'seq_len'; did you mean 'data.seq_len'\?
+row = 'ulises'          -> unknown row 'ulises'; did you mean 'ulysses'\?
 data = 'mine.jsonl'     -> data='mine.jsonl' must be a mapping with fields of Data
 """
 
@@ -99,13 +99,12 @@ def test_papermills_command_line_runs_it(tmp_path):
     env |= {**PATHS, "CUDA_VISIBLE_DEVICES": ""}
     ran = subprocess.run(command, env=env, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
-    assert "unknown parameter" not in ran.stderr
-    assert "Unable to parse" not in ran.stderr  # papermill, of a line of the parameters cell
+    assert not re.search("unknown parameter|Unable to parse", ran.stderr)  # of papermill: the parameters cell
     assert "starting 2 ranks" in ran.stdout
     assert re.search(r"step 2/2 .*\n", ran.stdout), "how far the run is, and not only which share of the cells is done"
     assert ran.stdout.splitlines()[-1] == "run  ok"
     result = result_of(out)
     said = RunConfig.from_dict(result["config"])
     assert {name: value_of(said, name) for name in given} == given
-    assert (said.limits.timeout, result["status"]) == (300, "ok")
+    assert said.limits.timeout == 300
     assert nbformat.read(output, 4).cells[-1].outputs

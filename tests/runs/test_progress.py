@@ -135,8 +135,7 @@ def test_tokenizing_tells_how_far_it_is():
 
     corpus = datasets.Dataset.from_dict({"input_ids": [list(range(10))] * 20})
     make_samples(corpus, None, 40, limit=2, pace=pace)[1]
-    assert len(told) == 2
-    assert all(wanted == max(counts) == 40 and counts[:4] == [10, 20, 30, 40] for wanted, *counts in told)
+    assert [(one[:5], max(one)) for one in told] == [([40, 10, 20, 30, 40], 40)] * 2
 
 
 def test_a_folder_has_one_holder_who_is_named(tmp_path, monkeypatch):
@@ -153,15 +152,6 @@ def test_a_folder_has_one_holder_who_is_named(tmp_path, monkeypatch):
     assert locks.holder(tmp_path) is None
     with locks.hold(tmp_path):  # what an earlier one noted is gone
         assert locks.holder(tmp_path).keys() == {"pid", "host", "since"}
-
-
-def test_a_folder_that_cannot_be_written_to_is_refused_by_name(tmp_path, alst):
-    """As on a read-only disk: a file stands where the folder would be."""
-    (tmp_path / "file").touch()
-    spec, out = tmp_path / "spec.yaml", str(tmp_path / "file/out")
-    spec.write_text("name: one\nrows: [{name: a, model.name: tiny}]\n")
-    refused = f"alst: out={out!r} cannot be written to (Not a directory); name another folder\n"
-    assert alst(f"run {spec} --out {out}", 2).endswith(refused)
 
 
 def test_a_full_disk_does_not_hide_what_went_wrong(tmp_path):

@@ -89,10 +89,9 @@ def test_the_page_is_well_formed_and_what_results_say_is_text(written):
 def test_nothing_is_loaded_from_elsewhere_and_links_lead_to_files(written):
     folder, page = written
     assert page.all("link") == []
-    assert len(page.all("img")) == 1
-    for image in page.all("img"):
-        assert image["src"].startswith("data:image/png;base64,")
-        assert len(image["alt"]) > 20
+    (image,) = page.all("img")
+    assert image["src"].startswith("data:image/png;base64,")
+    assert len(image["alt"]) > 20
     links = page.links()
     assert all(link[0] == "#" or (folder / link).is_file() for link in links)
     assert sum(link.endswith("run.ipynb") for link in links) == 3
@@ -122,10 +121,10 @@ def drawn(monkeypatch):
     return made
 
 
-def tile_sweep(folder, sizes=(64, 256, None), **fields):
+def tile_sweep(folder):
     """A spec over the size of a tile, in an order that is not the alphabet's, of which the second row never ran; its
     results and their page."""
-    rows = [{"name": f"tile-{size}", "options.tiles": size or 1024, **fields} for size in sizes]
+    rows = [{"name": f"tile-{size}", "options.tiles": size or 1024} for size in (64, 256, None)]
     path = folder / "tiles.yaml"
     path.write_text(yaml.safe_dump({"name": "tiles", "base": {"model.name": "tiny"}, "rows": rows}))
     spec = load_spec(path, folder / "out")
@@ -141,15 +140,10 @@ def test_rows_come_in_the_specs_order_with_the_swept_field(tmp_path, alst):
     assert re.findall(r">(?:<a[^>]*>)?(tile-\w+)<", page.text)[:2] == names
     assert ">options.tiles<" in page.text
     table = alst(f"report {spec.path} --out {spec.out}")
-    for line in (
-        "| row | status | mode | options.tiles |",
-        "| tile-64 | ok | real | 64 |",
-        "| tile-None | ok | real | 1024 |",
-    ):
-        assert line in table
+    assert "| row | status | mode | options.tiles |" in table
     write_record(spec)
     for shown in (table, alst(f"report {spec.out}")):  # by the record of the folder
-        assert re.findall(r"\| (tile-\w+)", shown) == names
+        assert re.findall(r"\| (tile-\w+) \| ok \| real \| (\w+) ", shown) == [*zip(names, ("64", "1024"))]
 
 
 def test_a_terminal_shows_a_column_for_each_row(tmp_path, monkeypatch, capsys):
@@ -181,15 +175,14 @@ def test_a_sweep_over_one_number_is_drawn_over_it(tmp_path, drawn):
     assert axes.get_xlabel() == "optim.learning_rate"
 
 
-@pytest.mark.parametrize("changes", [{"optim.seed": 1}, {"sizes": (64, 256)}])
-def test_a_sweep_over_more_than_a_number_is_not_drawn(tmp_path, changes):
+def test_a_sweep_over_more_than_a_number_is_not_drawn(tmp_path):
     """Two fields; and one row that ran."""
-    spec, _ = tile_sweep(tmp_path, **{"sizes": (64, 256, 512), **changes})
+    spec, _ = tile_sweep(tmp_path)
     found = results.collect(spec.out)
-    if "optim.seed" in changes:
-        found[0]["config"]["optim"]["seed"] = 2
-        assert {"options.tiles", "optim.seed"} <= set(results.table(found)[0])
-    assert list(report.figures(found)) == []
+    assert not list(report.figures(found[:1]))
+    found[0]["config"]["optim"]["seed"] = 2
+    assert {"options.tiles", "optim.seed"} <= set(results.table(found)[0])
+    assert not list(report.figures(found))
 
 
 def test_a_figure_that_fails_says_so_and_the_others_are_drawn(tmp_path, monkeypatch):

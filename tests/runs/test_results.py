@@ -125,16 +125,14 @@ LLAMA_8B = {"dense_params": 7_504_924_672, "heads": 32, "head_dim": 128, "layers
 
 
 def test_flos_meet_the_paper():
-    """500K on one H100: 548.1 TFLOPS at 16:50, 2.19e17 model FLOS. On 8 H100: Table 1."""
+    """500K on one H100: 548.1 TFLOPS at 16:50, 2.19e17 model FLOS. Of Table 1 the row without SP, where 8 replicas each
+    take one sample; those with SP are in lesson 14."""
     one = models.flos(500_000, 500_000, **LLAMA_8B)
     assert one["paper"] / 1010 / 1e12 == pytest.approx(548.8, rel=1e-3)
     assert one["model"] == pytest.approx(2.19e17, rel=2e-3)
-    for row in ("tiled_loss", "ulysses", "ulysses+tiled_mlp", "ulysses+offload", "alst"):
-        length, seconds, tflops = results.PAPER_ROWS[row].values()
-        tokens = length * (8 if row == "tiled_loss" else 1)  # without SP, 8 replicas each take one sample
-        found = models.flos(length, tokens, **LLAMA_8B)["paper"] / seconds / 8 / 1e12
-        want, rel = (560, 2e-3) if row == "alst" else (tflops, 5e-3)
-        assert found == pytest.approx(want, rel=rel), row
+    length, seconds, tflops = results.PAPER_ROWS["tiled_loss"].values()
+    found = models.flos(length, 8 * length, **LLAMA_8B)["paper"]
+    assert found / seconds / 8 / 1e12 == pytest.approx(tflops, rel=5e-3)
 
 
 def test_collect_takes_all_that_can_be_read_in_the_order_of_the_ablation(tmp_path):

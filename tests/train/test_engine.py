@@ -10,9 +10,10 @@ import pytest
 import torch
 import zoo
 from async_files import OPERATOR
-from cases import by_own_names, check_refused, make_model, make_samples, same, whole_state, wrap
+from cases import by_own_names, check_refused, make_model, make_samples, run_with, same, values_of, whole_state, wrap
 from deepspeed.accelerator import get_accelerator
 from safetensors import safe_open
+from test_state import Training
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -74,7 +75,7 @@ def train_and_save(rank, world, kind, folder, tied):
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3"])
 def test_a_saved_model_is_the_trained_one(ranks2, tmp_path, kind, tied):
-    results = ranks2(train_and_save, kind, str(tmp_path), tied)
+    results = ranks2(train_and_save, kind, tmp_path, tied)
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", output_loading_info=True)
     assert not any(info.values()), info
     with torch.no_grad():
@@ -95,41 +96,37 @@ def test_a_saved_model_is_the_trained_one(ranks2, tmp_path, kind, tied):
     assert tokenizer.decode(tokenizer("def f(x):")["input_ids"]) == "def f(x):"
 
 
-def started(stage, steps, bf16=False, **changes):
-    """A run, the engine of a small model on two ranks that share samples, and batches of so many optimizer steps."""
-    fields = {"zero_stage": stage, "offload_optimizer": False, "learning_rate": 1e-2, **changes}
-    run, ctx = RunConfig.from_dict(by_own_names(fields)), alstlib.SPContext.create(2)
-    model, micro = make_model(dtype=torch.bfloat16 if bf16 else torch.float32), run.optim.accumulation
-    alstlib.apply(model, ctx, alstlib.Options())
-    return run, initialize(run, model, bf16), SPDataLoader(make_samples(steps * micro), ctx, micro, replicated=True)
+def training(stage, **changes):
+    """A small model on two ranks that share samples."""
+    usual = "{sp: 2, offload_optimizer: false, learning_rate: 0.01}"
+    return Training(run_with(usual, {"zero_stage": stage, **changes}))
 
 
-def one_step(rank, world, stage, changes):
-    """Learning rates of four steps, the first step's gradient as AdamW saw it, and bytes on the host before it."""
-    run, engine, batches = started(stage, 4, **changes)
+def four_steps(rank, world, stage, changes):
+    """Learning rates of four steps, the first step's gradient as AdamW saw it, and numbers on the host before it and at
+    the end."""
+    with training(stage, **changes) as trained:
+        group, rates = trained.engine.optimizer.param_groups[0], []
 
-    def hosted():
-        return sum(t.numel() for t in host_tensors(engine, run))
+        def hosted():
+            return sum(t.numel() for t in host_tensors(trained.engine, trained.run))
 
-    before, rates, squares = hosted(), [], 0.0
-    for batch in batches:
-        rates.append(engine.optimizer.param_groups[0]["lr"])
-        engine.backward(alstlib.causal_lm_loss(engine, batch).loss)
-        engine.step()
-        if len(rates) == 1:
-            squares = sum(float(v.square().sum()) for n, v in whole_state(engine).items() if n.startswith("exp_avg."))
-    made = {"rates": rates, "gradient": squares**0.5 / 0.1, "host": (before, hosted())}
-    made["decay"] = engine.optimizer.param_groups[0]["weight_decay"]
-    engine.destroy()
-    return made
+        before = hosted()
+        for _ in range(4):
+            rates.append(group["lr"])
+            trained.train(1)
+            if len(rates) == 1:
+                moments = [v for n, v in whole_state(trained.engine).items() if n.startswith("exp_avg.")]
+        gradient = float(torch.cat(moments).norm()) / 0.1
+        return {"rates": rates, "gradient": gradient, "host": (before, hosted()), "decay": group["weight_decay"]}
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_rates_clipping_and_decay_are_honoured(ranks2, stage):
-    free = ranks2(one_step, stage, {})[0]
+    free = ranks2(four_steps, stage, {})[0]
     assert (free["rates"], free["decay"]) == ([1e-2] * 4, 0.0)
     assert free["gradient"] > 0.5
-    bound = ranks2(one_step, stage, {"warmup_steps": 3, "max_grad_norm": 0.01, "weight_decay": 0.1})[0]
+    bound = ranks2(four_steps, stage, {"warmup_steps": 3, "max_grad_norm": 0.01, "weight_decay": 0.1})[0]
     assert bound["rates"] == pytest.approx([0.25e-2, 0.5e-2, 0.75e-2, 1e-2])
     assert (bound["gradient"], bound["decay"]) == (pytest.approx(0.01, rel=1e-3), 0.1)
 
@@ -137,7 +134,7 @@ def test_rates_clipping_and_decay_are_honoured(ranks2, stage):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_offloaded_state_is_on_the_host_before_the_first_step(ranks2, stage):
     parameters = sum(p.numel() for p in make_model().parameters())
-    for result in ranks2(one_step, stage, {"offload_optimizer": True}):
+    for result in ranks2(four_steps, stage, {"offload_optimizer": True}):
         before, after = result["host"]
         assert before >= 3 * parameters // 2  # of each of two ranks: half the weights and both moments
         assert before == after
@@ -158,14 +155,12 @@ def pinned_buffers(rank, world, stage, changes):
             config["zero_optimization"][name]["pin_memory"] = True
         return config
 
-    with mock.patch.object(engines, "engine_config", pinning), mock.patch.object(get_accelerator(), "pin_memory", pin):
-        _, wrapped, batches = started(stage, 2, True, offload_optimizer=True, **changes)
-        for batch in batches:
-            wrapped.backward(alstlib.causal_lm_loss(wrapped, batch).loss)
-            wrapped.step()
-        pinned = [nbytes for nbytes, storage in made if not storage.expired()]
-        wrapped.destroy()
-    return pinned
+    with (
+        mock.patch.object(engines, "engine_config", pinning), mock.patch.object(get_accelerator(), "pin_memory", pin),
+        training(stage, dtype="bf16", offload_optimizer=True, **changes) as trained,
+    ):  # fmt: skip
+        trained.train(2)
+        return [nbytes for nbytes, storage in made if not storage.expired()]
 
 
 @pytest.mark.parametrize(
@@ -211,17 +206,17 @@ def test_states_in_files_are_configured(tmp_path, monkeypatch):
     assert "sub_group_size" not in alstlib.zero_config(make_model(), offload_optimizer=True)["zero_optimization"]
 
 
-@pytest.mark.parametrize(
-    "stage, path, compiles, bf16, says",
-    [
-        (2, "", True, True, "on nvme needs ZeRO-3: DeepSpeed's stage 2 keeps it in the host's memory"),
-        (3, None, True, True, "nvme_path=None of offload_.* must be a folder on a local disk that is there"),
-        (3, "gone", True, True, "gone' of offload_.* must be a folder"),
-        (3, "", False, True, "needs DeepSpeed's operator async_io, which cannot be compiled here: install libaio's"),
-        (3, "", True, True, None),
-        (3, "", True, False, "offload_param on nvme needs bf16 or fp16: .* its buffers hold 16 bits, and round them"),
-    ],
-)
+NO_FILES = """
+2 -> ''   -> true  -> true  -> "on nvme needs ZeRO-3: DeepSpeed's stage 2 keeps it in the host's memory"
+3 -> null -> true  -> true  -> nvme_path=None of offload_.* must be a folder on a local disk that is there
+3 -> gone -> true  -> true  -> gone' of offload_.* must be a folder
+3 -> ''   -> false -> true  -> needs DeepSpeed's operator async_io, which cannot be compiled here. install libaio's
+3 -> ''   -> true  -> true  -> null
+3 -> ''   -> true  -> false -> offload_param on nvme needs bf16 or fp16. .* its buffers hold 16 bits, and round them
+"""
+
+
+@pytest.mark.parametrize("stage, path, compiles, bf16, says", values_of(NO_FILES))
 @pytest.mark.parametrize("what", ["offload_optimizer", "offload_param"])
 def test_files_that_deepspeed_would_not_write_are_refused(
     monkeypatch, tmp_path, stage, path, compiles, bf16, says, what
@@ -271,37 +266,32 @@ def test_a_runs_files_are_its_own_and_end_with_it(tmp_path, monkeypatch, row):
 
 
 def test_a_users_own_loop_gets_the_configuration_of_our_runs():
-    model = make_model()
-    given = alstlib.zero_config(model, learning_rate=1e-5, accumulation=4)
-    run = RunConfig(optim={"learning_rate": 1e-5, "accumulation": 4}, engine={"offload_optimizer": False})
+    model, optim = make_model(), {"learning_rate": 1e-5, "accumulation": 4}
+    given = alstlib.zero_config(model, **optim)
+    run = RunConfig(optim=optim, engine={"offload_optimizer": False})
     assert given == engine_config(run, [p.numel() for p in model.parameters()], bf16=False)
     assert given["optimizer"]["params"]["fused"]
     assert alstlib.zero_config(model.bfloat16())["bf16"] == {"enabled": True}
-    check_refused(
-        "unknown field of zero_config 'learning_rat'; did you mean 'learning_rate'",
-        alstlib.zero_config,
-        model,
-        learning_rat=1e-5,
-    )
+    unknown = "unknown field of zero_config 'learning_rat'; did you mean 'learning_rate'"
+    check_refused(unknown, alstlib.zero_config, model, learning_rat=1e-5)
 
 
-def step_on_nan(rank, world, stage, bf16):
+def step_on_nan(rank, world, stage, dtype):
     """A step whose last micro-batch gives one rank a gradient that is not finite, while every loss is: whether losses
     are finite, whether steps were taken, and whether weights and moments stayed."""
-    _, engine, batches = started(stage, 1, bf16, accumulation=2)
-    poison, finite, taken, before = [1.0], [], [], whole_state(engine)
-    engine.module.model.norm.weight.register_hook(lambda grad: grad * poison[0])  # in place of a bad kernel
-    for i, batch in enumerate(batches):
-        poison[0] = float("nan") if rank == 1 and i == 1 else 1.0
-        out = alstlib.causal_lm_loss(engine, batch)
-        finite.append(bool(out.mean.isfinite()))
-        engine.backward(out.loss)
-        taken.append(take_step(engine))
-    kept = same(before, whole_state(engine))
-    engine.destroy()
-    return finite, taken, kept
+    poison, finite, taken = [1.0], [], []
+    with training(stage, dtype=dtype, accumulation=2) as trained:
+        engine, before = trained.engine, whole_state(trained.engine)
+        engine.module.model.norm.weight.register_hook(lambda grad: grad * poison[0])  # in place of a bad kernel
+        for i in range(2):
+            poison[0] = float("nan") if rank == 1 and i == 1 else 1.0
+            out = alstlib.causal_lm_loss(engine, next(trained.batches))
+            finite.append(bool(out.mean.isfinite()))
+            engine.backward(out.loss)
+            taken.append(take_step(engine))
+        return finite, taken, same(before, whole_state(engine))
 
 
-@pytest.mark.parametrize("stage, bf16", [(0, False), (1, True), (2, False), (2, True), (3, True)])
-def test_a_gradient_that_is_not_finite_never_enters_the_weights(ranks2, stage, bf16):
-    assert ranks2(step_on_nan, stage, bf16) == [([True, True], [True, False], True)] * 2
+@pytest.mark.parametrize("stage, dtype", [(0, "fp32"), (1, "bf16"), (2, "fp32"), (2, "bf16"), (3, "bf16")])
+def test_a_gradient_that_is_not_finite_never_enters_the_weights(ranks2, stage, dtype):
+    assert ranks2(step_on_nan, stage, dtype) == [([True, True], [True, False], True)] * 2

@@ -6,12 +6,12 @@ import re
 import pytest
 import yaml
 from cases import check_refused, lines_of, make_model
-from trainers import HERE, SETTINGS, as_one_process, made_of
+from trainers import HERE, as_one_process, made_of
 from transformers import Trainer
 from trl import DPOConfig, DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
-from trl_runs import dataset, mixture, tokenizer
+from trl_runs import built, dataset, mixture
 
 import alstlib
 
@@ -96,10 +96,8 @@ class SPDPO(alstlib.DPOTrainerMixin, DPOTrainer):
     pass
 
 
-def build(cls=SPDPO, settings=None, **kwargs):
-    args = DPOConfig(**{**SETTINGS, "use_cpu": True, "bf16": False, "output_dir": "unused", **(settings or {})})
-    given = {"model": make_model(), "ref_model": make_model(), "args": args, "train_dataset": dataset("pairs", 4)}
-    return cls(**{**given, "processing_class": tokenizer(), **kwargs})
+def build(cls=SPDPO, settings=None, **given):
+    return built(cls, DPOConfig, "pairs", settings, **{"ref_model": make_model(), **given})
 
 
 REFUSED = [

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from cases import check_refused, make_model
-from trainers import SETTINGS, accelerate_here, as_one_process, check_runs, made_of, plain, run
+from cases import check_refused
+from trainers import accelerate_here, as_one_process, check_runs, made_of, plain, run
 from trl import GRPOConfig, GRPOTrainer
-from trl_runs import dataset, mixture, policy, small_tokens, tokenizer, turns
+from trl_runs import built, dataset, mixture, policy, small_tokens, turns
 
 import alstlib
 from alstlib.trainers.trainer_checks import check_trees
@@ -133,11 +133,9 @@ class SPGRPO(alstlib.GRPOTrainerMixin, GRPOTrainer):
     pass
 
 
-def build(cls=SPGRPO, settings=None, **kwargs):
-    args = GRPOConfig(**{**SETTINGS, "use_cpu": True, "bf16": False, "output_dir": "unused", "num_generations": 2,
-                         "per_device_train_batch_size": 2, **(settings or {})})  # fmt: skip
-    data = {"train_dataset": dataset("prompt", 4), "processing_class": tokenizer(), "reward_funcs": small_tokens}
-    return cls(**{"model": make_model(), "args": args, **data, **kwargs})
+def build(cls=SPGRPO, settings=None, **given):
+    settings = {"num_generations": 2, "per_device_train_batch_size": 2, **(settings or {})}
+    return built(cls, GRPOConfig, "prompt", settings, reward_funcs=small_tokens, **given)
 
 
 OF_MORE = [

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import yaml
 from cases import check_refused, make_model
-from trainers import SETTINGS, accelerate_here, as_one_process, check_runs, plain, run
+from trainers import HERE, SETTINGS, accelerate_here, as_one_process, check_runs, plain, run
 from transformers import AutoModelForCausalLM
 from trl import SFTConfig, SFTTrainer
-from trl_runs import dataset, mixture, tokenizer
+from trl_runs import built, dataset, mixture, tokenizer
 
 import alstlib
 
@@ -59,19 +59,12 @@ class SPSFT(alstlib.TrainerMixin, SFTTrainer):
     pass
 
 
-@pytest.mark.usefixtures("here")
+@HERE
 def test_a_router_loss_that_the_model_does_not_weigh_is_refused():
-    settings = {**SETTINGS, "use_cpu": True, "bf16": False, "output_dir": "unused", "router_aux_loss_coef": 0.1}
-    model = make_model()
+    model, settings = make_model(), {"router_aux_loss_coef": 0.1}
     model.config.output_router_logits = False  # as configs of mixtures have it
-    check_refused(
-        r"router_aux_loss_coef=0.1 cannot .* use 0.0: the model's config has none",
-        SPSFT,
-        model=model,
-        args=SFTConfig(**settings),
-        train_dataset=dataset("text", 4),
-        processing_class=tokenizer(),
-    )
+    says = r"router_aux_loss_coef=0.1 cannot .* use 0.0: the model's config has none"
+    check_refused(says, built, SPSFT, SFTConfig, "text", settings, model=model)
 
 
 def as_printed(rank, world, code, folder):
