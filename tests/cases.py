@@ -147,7 +147,7 @@ def attach(model, ctx=None, **options):
 
 
 def freeze(model, parts):
-    """Weights with one of these parts in their names do not train, all others do."""
+    """Freeze the weights whose names have one of these parts, and no others."""
     for name, p in model.named_parameters():
         p.requires_grad_(not any(part in name for part in parts))
 
@@ -249,7 +249,7 @@ def check_refused(message, fn, *args, **kwargs):
 
 
 def check_refusals(table, names):
-    """The calls of a text, each on a line before the pattern of what it is refused with."""
+    """Check that each call in the table is refused with a message that has its pattern."""
     from operators import error_of
 
     for call, message in lines_of(table, " | "):
@@ -305,7 +305,7 @@ def growth(short, long, build=make_model, block=None, **options):
 
 @contextlib.contextmanager
 def no_gc():
-    """What only dead cycles hold stays until the end."""
+    """Turn the garbage collector off inside the block."""
     gc.collect()
     gc.disable()
     try:

@@ -48,7 +48,7 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out, name = function(*args, **kwargs or {}), str(function)
         self.ran[name] += 1
-        if name in ("aten.mm.default", "aten.addmm.default"):
+        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
             left, right = args[-2:]
             self.multiplications += left.numel() * right.shape[1]
         self.largest = max([self.largest, *(t.numel() for t in tree_leaves(out) if isinstance(t, torch.Tensor))])
@@ -140,8 +140,7 @@ def counted(owner, *names):
 
 
 def peaks(fn, *args):
-    """Device bytes that a call takes at most, besides what is there before it; and with the backward of the tensor that
-    it returns."""
+    """Peak bytes of a call, and of the call with the backward of what it returns, over the bytes at its start."""
     with Ledger() as ledger:
         start = ledger.device_bytes
         out = fn(*args)
@@ -155,8 +154,8 @@ def agree(
     ours, oracle, inputs, upstream,
     dtype = torch.float64,
 ):  # fmt: skip
-    """Output and gradients of ours in this dtype, which are the oracle's in that of the inputs. The upstream gradient
-    stays as it is."""
+    """Check that output and gradients in this dtype are the oracle's, and that the upstream gradient is not changed;
+    returns ours."""
     before = upstream.clone()
     got = gradients(ours, inputs, upstream, dtype)
     assert torch.equal(upstream, before)

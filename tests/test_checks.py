@@ -98,7 +98,9 @@ def test_an_answer_may_be_a_lambda_and_may_fail_by_itself(capsys, judge):
     def refuse(x):
         raise NotImplementedError("no such operator")
 
-    judge(lambda x=1: 3 * x)
+    called = []
+    judge(lambda x=1: called.append(x) or 3 * x)
     assert capsys.readouterr().out == "right: 3\n"
+    assert called == [1], "an answer that takes something is called by its check alone"
     with pytest.raises(NotImplementedError, match="no such operator"):
         judge(unsupported)

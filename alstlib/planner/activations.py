@@ -31,7 +31,7 @@ class Activations:
     place: str
     """The module in which the peak is reached."""
     part: str
-    """Where in the model that is (`fits.Moment.part`)."""
+    """When and where that is (`fits.Moment.part`)."""
     host: int
     """Checkpoints that wait on the host."""
     host_needed: int

@@ -74,7 +74,8 @@ def model_states(
     last tensor counted whole, and keeps those that it will use again within two buckets
     (`stage3_max_reuse_distance`): a model of less than two buckets stays gathered from the first layer on. In forward,
     the buffer in which weights arrived is held until the last of them is used: a bucket more, beside fewer activations.
-    It shows where a bucket is most of a layer's memory, in models of less than 16M weights.
+    It is counted for models of less than 16M weights, where a bucket is most of a layer's memory. Stage 0 reduces
+    gradients after backward: its bucket lies beside no activations, and is not counted.
 
     Where a layer and the embedding are more than two buckets, nothing is gathered ahead, and these are what is there:
     the head is still gathered when the last layer's backward runs, where memory peaks while checkpoints lie on the

@@ -1,9 +1,8 @@
 """The device on a CPU itself: refusals, memory, and the record of collectives.
 
-That its values, random numbers and collectives are the CPU's is seen in whole steps (tests/test_matrix.py); and how
-late copies are, that memory is NaN and goes to the next tensor at once, and that a stream which did not wait is found,
-by what the library asks of it (test_late_accelerator.py) and by the mistakes that whole steps show
-(test_late_mutations.py)."""
+Whole steps show that its values, random numbers and collectives are the CPU's (tests/test_matrix.py). What the library
+asks of it shows how late copies are (test_late_accelerator.py). Mistakes that are made on purpose show that memory is
+NaN and goes to the next tensor at once, and that a stream which did not wait is found (test_late_mutations.py)."""
 
 import pytest
 import torch
@@ -53,6 +52,7 @@ def memory(rank, world):
     assert here.memory_allocated() == before
     x.untyped_storage().resize_(4000)
     assert x.isnan().all()
+    assert not torch.ones(3).is_pinned()
 
 
 def test_memory_that_is_given_back_and_taken_again_is_nan(late1):

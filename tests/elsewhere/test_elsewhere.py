@@ -104,7 +104,8 @@ def mounted(place, script):
 
 def grouped(place, limit):
     """Control groups of version 2, of which this process's has a limit."""
-    name = re.search(r"(?m)^0::/((?!.*\.\.).*)", Path("/proc/self/cgroup").read_text())
+    said = Path("/proc/self/cgroup")
+    name = re.search(r"(?m)^0::/((?!.*\.\.).*)", said.read_text() if said.exists() else "")
     if name is None or not GROUPS.is_dir():
         pytest.skip("this process is in no control group of version 2, so none can stand in for it")
     group = place.mine / "groups" / name[1]

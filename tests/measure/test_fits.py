@@ -69,9 +69,10 @@ def test_lines_meet_whole_steps_between_two_tiles_and_in_chunks(options, lengths
     of chunks."""
     run = run_of("tiny", **options)
     for rows in lengths:
-        lines = lines_at(StepQuestion(run, 2, "cuda", 9), rows).moments
+        lines = lines_at(StepQuestion(run, 2, "cuda", 9), rows)
         whole = simulate.simulate(run.replace(data={"seq_len": 2 * rows}), 2)
-        assert max(sum(m.at(rows).values()) for m in lines) == pytest.approx(whole.device_peak, rel=exact), rows
+        assert max(sum(m.at(rows).values()) for m in lines.moments) == pytest.approx(whole.device_peak, rel=exact), rows
+        assert lines.host_at(rows) == pytest.approx(whole.host_peak, rel=0.012), rows
 
 
 def test_layers_of_several_kinds_are_those_of_the_whole_model(tmp_path):

@@ -323,9 +323,9 @@ def test_published_models_have_a_trained_length():
 def test_terms_can_be_set(planned):
     given, alone = (
         planned(more)["device"]["by_category"]
-        for more in ("--context 2GiB --nccl 1GiB --fragmentation 0.1 --process 0", "--gpus 1")
+        for more in ("--context 2GiB --nccl 0 --fragmentation 0.1 --process 0", "--gpus 1")
     )
-    terms = {"CUDA context": 2 * GIB, "NCCL": GIB, "fragments": pytest.approx(7.91 * GIB, abs=10)}
+    terms = {"CUDA context": 2 * GIB, "NCCL": 0, "fragments": pytest.approx(7.91 * GIB, abs=10)}
     assert given | terms == given
     assert alone["NCCL"] == 0
 

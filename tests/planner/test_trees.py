@@ -4,6 +4,7 @@ import itertools
 import re
 
 import pytest
+import torch
 from cases import attach, lines_of, make_model, mlp_tokens, values_of
 from quick_steps import question, quick  # noqa: F401
 
@@ -57,6 +58,10 @@ def test_counts_are_those_of_a_real_step(monkeypatch, text, block, sizes):
     kept = found.activations
     assert len(backwards) == kept.blocks
     assert through[0] == pytest.approx(counts["tokens"] * (2 + kept.twice))  # with a graph, and again in backward
+    through[0] = 0
+    with attach(model, tiles=False), torch.no_grad():
+        alstlib.tree_step(model, data, block)
+    assert through[0] == counts["tokens"]
 
 
 def test_a_tree_takes_the_memory_of_its_longest_path():

@@ -131,10 +131,10 @@ def test_a_kernel_that_fails_is_an_answer_and_not_the_end(tmp_path, monkeypatch)
     monkeypatch.setattr(made, "command", lambda task, answer: [sys.executable, "-c", scripts[task["name"]]])
     metrics = made()
     assert metrics["step_seconds"] == []
-    whys = {name: metrics["kernels"][name]["why"] for name in scripts}
-    assert whys == {
-        "cpu": "its process ended with status -6: an illegal memory access", "blockwise": "no answer in 2 s"
-    }  # fmt: skip
+    whys = {"cpu": "its process ended with status -6: an illegal memory access", "blockwise": "no answer in 2 s"}
+    assert {name: metrics["kernels"][name] for name in scripts} == {
+        name: {"runs": False, "why": why} for name, why in whys.items()
+    }
 
     def refuse(*_, **__):
         raise AssertionError("head_dim 24 is not supported")

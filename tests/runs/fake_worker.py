@@ -3,7 +3,7 @@
 `model_config.fake` says what to do: ok, fail (rank 1 only), oom, hang, hang_then_explain (an error when it is ended),
 silent (no result), ok_then_fail, environ, shrink (memory runs out once),
 shrink_then_hang (rank 1 at once), stuck (memory runs out at the same length again), killed (rank 1, and rank 0 says
-that it lost it when it is ended), stopped (rank 1).
+that it lost it), stopped (rank 1).
 """
 
 import json
@@ -18,6 +18,15 @@ from alstlib.base.config import RunConfig
 from alstlib.runs import results
 from alstlib.runs.processes import answer_where, die_with_parent
 from alstlib.runs.progress import Progress, ProgressReader
+
+
+def is_alive(started):
+    """Whether the rank that wrote its process's number there runs, or is still to begin."""
+    try:
+        pid = started.read_text()
+        return not pid or Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return not started.exists()
 
 
 def wait_for(path):
@@ -45,13 +54,19 @@ def main():
     print(f"rank {rank} says: {what}", file=sys.stderr)
     for step, loss in ((1, float("nan")), (2, 2.5)):
         progress.emit("step", row=config.row, seq_len=length, step=step, steps=2, loss=loss)
-    if what in ("killed", "hang_then_explain"):
+    if what == "killed":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent's comes before rank 0 has written its error
+    (out / f"started.{rank}").write_text(str(os.getpid()))
+    if what == "hang_then_explain":
         signal.signal(signal.SIGTERM, lost)
-    (out / f"started.{rank}").touch()
-    if what in ("killed", "stopped") and rank == 1:
-        wait_for(out / "started.0")
-        os.kill(os.getpid(), signal.SIGKILL if what == "killed" else signal.SIGSTOP)
-    if what.startswith(("hang", "killed", "stopped")) or (what, rank) in (("fail", 0), ("shrink_then_hang", 1)):
+    if what in ("killed", "stopped"):
+        if rank == 1:
+            wait_for(out / "started.0")
+            os.kill(os.getpid(), signal.SIGKILL if what == "killed" else signal.SIGSTOP)
+        while what == "stopped" or is_alive(out / "started.1"):
+            time.sleep(0.01)
+        lost()
+    if what.startswith("hang") or (what, rank) in (("fail", 0), ("shrink_then_hang", 1)):
         time.sleep(600)
     if what == "fail":
         wait_for(out / "started.0")  # when rank 0 has said what is looked for

@@ -221,6 +221,7 @@ def test_commands_to_type_next_can_be_typed(tmp_path, monkeypatch, ran, alst, an
 def test_status_of_a_folder(sweep, tmp_path, alst):
     spec, out, _ = sweep
     assert alst(f"status {out}", 1) == alst(f"status {spec}", 1)  # it knows its spec
+    assert "needs a spec" in alst(f"status {out} --out {tmp_path}", 2)
     alone = tmp_path / "other/alone"
     shutil.copytree(out / "bad", alone)
     for folder, line in ((out / "good", "good  ok"), (out / "bad", "bad  error"), (alone, "alone  error")):

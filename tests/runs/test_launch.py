@@ -120,7 +120,8 @@ def test_a_run_that_ends_well(finished_run):
 def test_ranks_get_a_clean_environment(finished_run):
     out, result, _ = finished_run
     world = result["config"]["engine"]["world_size"]
-    want = {"WORLD_SIZE": str(world), "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    want = {"WORLD_SIZE": str(world), "GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
     want["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // world))
     want |= {} if devices.device_count() else {"DS_ACCELERATOR": "cpu"}
     for rank in range(world):

@@ -377,6 +377,7 @@ def test_the_line_of_the_page_trains_an_adapter(ranks2, pictures, tmp_path, monk
     metrics_of(ranks2, tmp_path, run)
     moved = changed(*map(AutoModelForImageTextToText.from_pretrained, (pictures / "model", tmp_path / "model")))
     assert {"vision_tower" in name for name in moved} == {True, False}
+    assert type(AutoProcessor.from_pretrained(tmp_path / "model")).__name__ == "LlavaProcessor"
 
 
 NO_PICTURES = """

@@ -46,6 +46,7 @@ def test_distances_are_spread_over_the_length():
     found = [needle.text(32768, np.random.default_rng(i))["distances"] for i in range(8)]
     counts, _ = np.histogram(np.concatenate(found), needle.EIGHTHS, (0, 32768))
     assert counts.min() > 0.8 * 256
+    assert np.concatenate(found).max() > 31000
 
 
 def test_words_are_tokens_and_come_back():

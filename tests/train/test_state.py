@@ -272,7 +272,7 @@ def test_each_rank_writes_its_part_and_the_rest_is_strict_json(ranks2, tmp_path)
 
 @contextlib.contextmanager
 def full_disk():
-    """The last bytes of a file are not written."""
+    """Each file of a state ends with "No space left on device"."""
     original = FileSystem.create_stream
 
     @contextlib.contextmanager
@@ -295,7 +295,10 @@ def slow_disk():
         return original(*args)
 
     with mock.patch.object(files.Writer, "write_data", later):
-        yield event
+        try:
+            yield event
+        finally:  # a rank that fails lets its writer end
+            event.set()
 
 
 def while_training(rank, world, folder, stage, fails):

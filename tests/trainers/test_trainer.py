@@ -562,10 +562,10 @@ def test_what_would_go_wrong_silently_is_said(rope, shape, given, message):
 
 
 WRONG = yaml.safe_load("""
-- [{settings: {use_liger_kernel: true}}, "replaces the model's forward with Liger's fused loss: write
+- [{settings: {use_liger_kernel: true}}, &fused "replaces the model's forward with Liger's fused loss: write
     .*'fused_linear_cross_entropy': False"]
-- [{settings: {use_liger_kernel: true, liger_kernel_config: {rope: true}}}, Liger's fused loss]
-- [{settings: {use_liger_kernel: true, liger_kernel_config: {fused_linear_cross_entropy: true}}}, Liger's fused loss]
+- [{settings: {use_liger_kernel: true, liger_kernel_config: {rope: true}}}, *fused]
+- [{settings: {use_liger_kernel: true, liger_kernel_config: {fused_linear_cross_entropy: true}}}, *fused]
 - [{sp: 2}, 'sp=2 does not divide the world size 1: .* start the script with torchrun --nproc-per-node 2']
 - [{sp: 0}, sp=0 must be a whole number of at least 1]
 - [{alst: {offload: true}}, must be an alstlib.Options]

@@ -89,7 +89,7 @@ def span(question: StepQuestion, tokens: int) -> dict[str, Any]:
     for key, here in first.moments.items():
         if (there := then.moments.get(key)) is not None:
             of = {n: line(here.get(n, 0), there.get(n, 0)) for n in sorted({*here, *there})}
-            place = key.partition("|")[0].removesuffix(KERNEL).removesuffix(FORWARD)
+            place = key.partition("|")[0].removesuffix(FORWARD).removesuffix(KERNEL)
             one = Moment(place, KERNEL in key, of, FORWARD in key)
             base, slope = (sum(numbers) for numbers in zip((0.0, 0.0), *of.values()))
             parts[one.part].append((base + low * slope, slope, key, one))

@@ -197,7 +197,8 @@ ENDS = 2
 
 
 def small(model: nn.Module) -> bool:
-    """Whether what an engine gathers ahead is a large part of the model, so that forward may take the most."""
+    """Whether a model has less than 16M weights, so that `LEAST_BUCKET` is a large part of it and forward may take the
+    most."""
     return zero_bucket(sum(p.numel() for p in model.parameters())) == LEAST_BUCKET
 
 
@@ -229,8 +230,8 @@ INDICES = "aten.cat.default"
 
 
 class _Recorder(_CpuInstrument):
-    """Keeps what is alive where memory stops growing for a while, and after each attention's backward; while it is
-    `forward`, that in a layer once more."""
+    """Keeps what is alive where memory stops growing for a while, and after each attention's backward. While `forward`
+    is true, each moment in a layer is also kept under a name with `FORWARD`."""
 
     def __init__(self, budget: int | None, record: bool) -> None:
         super().__init__(budget, record)
@@ -242,7 +243,7 @@ class _Recorder(_CpuInstrument):
     def note(self, key: str) -> None:
         if self.bytes > self.moments.get(key, (0,))[0]:
             self.moments[key] = (self.bytes, dict(self.places))
-        if self.forward and in_layer(key) and FORWARD not in key:
+        if self.forward and in_layer(key.partition("|")[0]) and FORWARD not in key:
             self.note(key.replace("|", f"{FORWARD}|", 1))
 
     def see(self, tensor: torch.Tensor, operation: str = "") -> None:
