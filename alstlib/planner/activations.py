@@ -106,7 +106,7 @@ def activations(
     pages = streaming.keys * streaming.ahead if gpu and streaming.kv else 0.0
     kept = [True] * (outputs > 0) + [False] * (outputs < max(1, shape.attending))
     lines = [lines_at(_asked(shape, run, ranks, device, capability, streaming, save), tokens) for save in kept]
-    lines += tower
+    lines += [*tower, AFTER]
     if every == len(kept) == 1 and not away:  # all layers are alike, as they were simulated
         needed, host = needed + lines[0].host_at(tokens) - host, lines[0].host_at(tokens)
 
@@ -135,6 +135,8 @@ def activations(
     )  # fmt: skip
 
 
+AFTER = Lines([Moment("the reduction of gradients", False, {}, "after")], (0.0, 0.0))
+"""What a step takes after backward, besides model states."""
 TOWER = "vision tower"
 """The category of all that a model makes of images before its decoder has them, and the place of its moments."""
 

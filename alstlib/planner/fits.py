@@ -71,13 +71,13 @@ class Moment:
     """Whether it is in attention's backward, where a GPU's kernel has a workspace of its own."""
     line: Mapping[str, tuple[float, float]]
     """Bytes of each category without any tokens, and for each row."""
-    forward: bool = False
-    """Whether it is in the first forward of a small model (`FORWARD`)."""
+    when: str = ""
+    """`forward`, in the first forward of a small model (`FORWARD`), or `after` backward; else it is in backward."""
 
     @property
     def part(self) -> str:
-        """When and where in the model it is: `forward`, `attention` (its backward), or `part_of` the place."""
-        return "forward" if self.forward else "attention" if self.kernel else part_of(self.place)
+        """When it is, or where in the model: `attention` (its backward), or `part_of` the place."""
+        return self.when or ("attention" if self.kernel else part_of(self.place))
 
     def at(self, tokens: float) -> dict[str, float]:
         return {name: max(0.0, base + each * tokens) for name, (base, each) in self.line.items()}

@@ -48,12 +48,12 @@ class States:
     host: dict[str, int]
     others: dict[str, dict[str, int]]
     """The entries of another size when memory peaks in a layer's attention or MLP (`attention`, `mlp`), outside the
-    layers (`outside`) or in forward (`forward`)."""
+    layers (`outside`), in forward (`forward`) or after backward (`after`)."""
     disk: dict[str, int] = field(default_factory=dict)
     """What is in files."""
 
     def at(self, part: str) -> dict[str, int]:
-        """The device's, while memory peaks in this part: `layer`, `attention`, `mlp`, `outside`, `forward`."""
+        """The device's, while memory peaks in this part (`fits.Moment.part`)."""
         found = {**self.device, **self.others.get(part, {})}
         return {name: nbytes for name, nbytes in found.items() if nbytes}
 
@@ -74,8 +74,8 @@ def model_states(
     last tensor counted whole, and keeps those that it will use again within two buckets
     (`stage3_max_reuse_distance`): a model of less than two buckets stays gathered from the first layer on. In forward,
     the buffer in which weights arrived is held until the last of them is used: a bucket more, beside fewer activations.
-    It is counted for models of less than 16M weights, where a bucket is most of a layer's memory. Stage 0 reduces
-    gradients after backward: its bucket lies beside no activations, and is not counted.
+    It is counted for models of less than 16M weights, where a bucket is most of a layer's memory. Stage 0 copies
+    gradients into a bucket of its own after backward, when no activations are left.
 
     Where a layer and the embedding are more than two buckets, nothing is gathered ahead, and these are what is there:
     the head is still gathered when the last layer's backward runs, where memory peaks while checkpoints lie on the
@@ -137,7 +137,7 @@ def model_states(
         GATHERED: min(whole, gathered) if stage == 3 and not alone and not sizes.packed else 0,
         GRADIENTS: gradients if not away else largest + {1: element * trained, 2: largest}.get(stage, 0),
         OPTIMIZER: 0 if away else optimizer,
-        BUCKETS: buffer if stage else 0,  # stages 1 and 2 fill it on a single rank too; stage 0 after backward
+        BUCKETS: buffer if stage else 0,  # stages 1 and 2 fill it on a single rank too
         COPIES: (0 if ours else copies) + leaving,
     }
     whole_layers = run.options.chunk is None and run.block is None
@@ -160,6 +160,7 @@ def model_states(
         "mlp": {GATHERED: min(device[GATHERED], early)},
         "forward": {GATHERED: min(whole, live) + min(whole, buffer), COPIES: 0} if arriving else {},
         "outside": {GATHERED: min(device[GATHERED], head), COPIES: 0},  # gradients are reduced from the head's on
+        "after": {} if stage or world == 1 else {BUCKETS: element * min(trained, ZERO_DEFAULT)},
     }
     device, host, disk = ({n: b for n, b in of.items() if b} for of in (device, host, disk))
     return States(device, host, others, disk)

@@ -90,7 +90,7 @@ def span(question: StepQuestion, tokens: int) -> dict[str, Any]:
         if (there := then.moments.get(key)) is not None:
             of = {n: line(here.get(n, 0), there.get(n, 0)) for n in sorted({*here, *there})}
             place = key.partition("|")[0].removesuffix(FORWARD).removesuffix(KERNEL)
-            one = Moment(place, KERNEL in key, of, FORWARD in key)
+            one = Moment(place, KERNEL in key, of, "forward" if FORWARD in key else "")
             base, slope = (sum(numbers) for numbers in zip((0.0, 0.0), *of.values()))
             parts[one.part].append((base + low * slope, slope, key, one))
     kept = []
@@ -99,7 +99,7 @@ def span(question: StepQuestion, tokens: int) -> dict[str, Any]:
         for _, slope, _, one in sorted(moments, reverse=True, key=lambda moment: moment[:3]):
             if slope > steepest:
                 steepest = slope
-                kept.append([one.place, one.kernel, one.line, *[True] * one.forward])
+                kept.append([one.place, one.kernel, one.line, *filter(None, [one.when])])
     return {"from": low, "to": high, "host": line(first.host_peak, then.host_peak), "moments": kept}
 
 
