@@ -213,17 +213,15 @@ class Deep:
         sizes of a tile, from twice the smaller one on.
         """
         chunk = self.run.chunk
-        if chunk is not None and tokens > chunk:
+        if chunk is not None and tokens >= chunk:
             page = page_keys(chunk * self.ranks, 2**40) // self.ranks
             first = page * max(3, 4 * chunk // page)
             if tokens >= first:
                 return (first, first + page), first, FARTHEST
             whole = tokens // chunk * chunk
-            if chunk >= SHORT and tokens > whole:
-                return (whole + chunk // 4, whole + 3 * chunk // 4), whole + 1, whole + chunk - 1
-            return (tokens,), tokens, tokens
-        if tokens == chunk:
-            return (tokens,), tokens, tokens
+            if chunk < SHORT or tokens == whole:
+                return (tokens,), tokens, tokens
+            return (whole + chunk // 4, whole + 3 * chunk // 4), whole + 1, whole + chunk - 1
         tiles = self.tiles | ({chunk} if chunk else set())
         low = max((tile for tile in tiles if tile <= tokens), default=0)
         high = min((tile for tile in tiles if tile > low), default=FARTHEST)
