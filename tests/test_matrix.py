@@ -12,4 +12,4 @@ SAMPLE = set(matrix.sample(TABLE))
 )
 def test_a_step_is_that_of_plain_transformers(request, case):
     pools = request.getfixturevalue("late_pools" if case.device == "late" else "pools")
-    matrix.check(pools(case.sp * case.dp)(matrix.run, case), case)
+    matrix.check_on(pools, case)
