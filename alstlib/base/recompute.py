@@ -283,12 +283,26 @@ def trained(module: nn.Module) -> list[nn.Parameter]:
     return [p for p in module.parameters() if p.requires_grad]
 
 
+class _Needing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, leaf: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def needing_gradient(x: Tensor) -> Tensor:
+    """x, which needs no gradient, as a tensor that needs one. It is no leaf: autograd would keep that, which is as long
+    as the sequence, on its device until its backward."""
+    return _Needing.apply(x, x.new_empty(0).requires_grad_())
+
+
 def with_gradient(x: Tensor, module: nn.Module) -> Tensor:
     """x, which needs a gradient where a weight of the module does: an input that needs none makes ZeRO-3's hooks of a
     leaf fire before backward."""
-    if x.requires_grad or not torch.is_grad_enabled() or not trained(module):
-        return x
-    return x.detach().requires_grad_()
+    return x if x.requires_grad or not torch.is_grad_enabled() or not trained(module) else needing_gradient(x)
 
 
 def tensors_of(made: Any) -> tuple[Any, ...]:

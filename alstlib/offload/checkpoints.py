@@ -22,6 +22,7 @@ from alstlib.base.recompute import (
     Strays,
     Values,
     first_order,
+    needing_gradient,
     tensors_of,
     those_that_train,
     trained,
@@ -220,7 +221,7 @@ def checkpoint(
     if not (x.requires_grad or where):
         if module is not None and not trained(module):
             return fn(x, *args, **kwargs)
-        x = x.detach().requires_grad_()
+        x = needing_gradient(x)
     needing = [flat[i] for i in where]
     for i in where:
         flat[i] = None  # held by autograd below

@@ -199,8 +199,10 @@ def _largest(
     for moment in (moment for one in lines for moment in one.moments):
         found = moment.at(tokens)
         beside(moment.place, moment.kernel, found)
-        if (total := sum(found.values()) + held(moment.part)) > most:
-            best, where, most = found, (moment.place, moment.part), total
+        # the layer itself holds what an MLP in tiles made, at the end of its backward
+        part = "end" if moment.part == "layer" and moment.place[-1].isdigit() and "mlp" in found else moment.part
+        if (total := sum(found.values()) + held(part)) > most:
+            best, where, most = found, (moment.place, part), total
     return best, *where
 
 

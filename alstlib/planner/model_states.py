@@ -66,22 +66,27 @@ def model_states(
 
     ZeRO keeps fp32 weights and AdamW's two moments (12 bytes per parameter). With the optimizer on the host, gradients
     go there too, with an fp32 copy for its step. Stages 1 and 2 also have a buffer there, and one on the device, for
-    the largest gradient; stage 2 keeps the gradients of earlier micro-batches once more. On the host DeepSpeed pins all
+    the largest gradient; they keep the gradients of earlier micro-batches (or blocks) once more. On the host DeepSpeed pins all
     of this but the moments and stage 3's fp32 weights.
 
     Under stage 3 a device holds its shards, the bucket in which gradients are reduced, and the weights that are
     gathered. DeepSpeed gathers weights ahead until two buckets of them are there (`stage3_max_live_parameters`), the
-    last tensor counted whole, and keeps those that it will use again within two buckets
+    last tensor counted whole, which may be the embedding, and keeps those that it will use again within two buckets
     (`stage3_max_reuse_distance`): a model of less than two buckets stays gathered from the first layer on. In forward,
     the buffer in which weights arrived is held until the last of them is used: a bucket more, beside fewer activations.
-    It is counted for models of less than 16M weights, where a bucket is most of a layer's memory. Stage 0 copies
-    gradients into a bucket of its own after backward, when no activations are left.
+    It is counted for models of less than 16M weights, where a bucket is most of a layer's memory. Without prefetch
+    a layer's weights are all that is gathered inside of it.
 
-    Where a layer and the embedding are more than two buckets, nothing is gathered ahead, and these are what is there:
-    the head is still gathered when the last layer's backward runs, where memory peaks while checkpoints lie on the
-    device. Where they do not, all layers are alike, and the peak is in the first one's backward, while the embedding
-    arrives: with its MLP, whose backward comes first, it is in the buffer of the all-gather, and a bucket of other
-    weights is there too; later it is both in that buffer and in the weight.
+    After backward, when no activations are left, an optimizer on the device steps: on a copy of gradients in fp32, and
+    from stage 1 on beside one more that is flat, of a rank's part (stage 3: of a group). Before that stage 0 copies
+    gradients into a bucket of its own.
+
+    Where a layer and the embedding are more than two buckets, these are what is there: the head is still gathered when
+    the last layer's backward runs, where memory peaks while checkpoints lie on the device. Where they do not, all
+    layers are alike, and the peak is in the first one's backward, while the embedding arrives: with its MLP, whose
+    backward comes first, it is in the buffer of the all-gather, and a bucket of other weights is there too; later it is
+    both in that buffer and in the weight. Beside a layer of more than two buckets nothing arrives before the MLP's
+    weights are released.
 
     When a bucket of gradients is full, two copies of it are there for a moment: DeepSpeed's, and on a CPU gloo's. By
     then its weights and the layer's MLP, whose backward comes first, are released. Where nothing is gathered ahead, the
@@ -118,12 +123,15 @@ def model_states(
     weights = sizes.packed or element * (shard if stage == 3 else parameters)
     leave = run.engine.offload_params and not sizes.packed
     alike = run.options.checkpoint and bool(run.options.offload)
-    needed, live = element * (sizes.layer + sizes.embedding), 2 * buffer
-    ours, ahead = bucket is None, bucket is not None or needed < live
-    last = element * sizes.embedding * (2 if alike else 1)
-    gathered = last + (live if ours and ahead else element * sizes.layer)
+    layer, table, live, ours = element * sizes.layer, element * sizes.embedding, 2 * buffer, bucket is None
+    ahead = not ours or layer + table < live
+    around = (1 + alike) * table
     if not ours:
-        gathered = max(gathered, live)
+        gathered = max(around + layer, live)
+    elif not run.engine.prefetch:
+        gathered = layer
+    else:
+        gathered = table + live if ahead else around + (min(layer, live) if alike else layer)
     alone = world == 1 and not run.engine.offload_params  # what is gathered is the shard
     copies = 2 * min(buffer, whole) // element * (reduced or 0) if world > 1 or stage == 3 else 0
     largest = element * sizes.largest if away and stage < 3 else 0
@@ -144,7 +152,8 @@ def model_states(
     copied = ours and ahead and stage == 3 and copies and buffer < whole and whole_layers
     steps = [SUB_GROUP] * (part // SUB_GROUP) + [part % SUB_GROUP] if stage == 3 else [part]
     steps = [] if filed else steps
-    earlier = element * part if stage == 2 and run.optim.accumulation > 1 else 0
+    pieces = run.optim.accumulation > 1 or run.block is not None
+    earlier = element * part if stage in (1, 2) and pieces else 0
     host = {
         WEIGHTS: pinned(weights) if leave and not paged else 0,
         OPTIMIZER: (8 * part + (4 * part if stage == 3 else pinned(4 * part))) if away and not filed else 0,
@@ -152,15 +161,24 @@ def model_states(
         FILES: 16 * group * filed + element * (5 * read + world * group) * paged,
     }
     disk = {WEIGHTS: weights if leave and paged else 0, OPTIMIZER: 12 * part * filed, GRADIENTS: 4 * part * filed}
-    head = max(element * sizes.embedding, live if ahead else 0)
-    early = needed + buffer if alike and not ahead else gathered
-    arriving = ahead and run.engine.prefetch and device[GATHERED]
+    head = max(table, live if ahead else 0)
+    there = device[GATHERED]
+    arriving = ahead and run.engine.prefetch and there
+    first = alike and run.engine.prefetch and not ahead  # the peak may be in the first layer's backward
+    after = {}
+    if not away:
+        own = min(part, SUB_GROUP) if stage == 3 else part if stage else trained
+        copied_out = own * (4 * (element == 2) + (element if stage else 0))
+        reduced_in = element * min(trained, ZERO_DEFAULT) * (world > 1 and not stage)
+        kept = element * (part if stage else trained)
+        after = {GATHERED: 0, BUCKETS: buffer * (stage == 3), GRADIENTS: kept + max(copied_out, reduced_in)}
     others = {
-        "attention": {GATHERED: min(device[GATHERED], whole - buffer), COPIES: copies + leaving} if copied else {},
-        "mlp": {GATHERED: min(device[GATHERED], early)},
+        "attention": {GATHERED: min(there, whole - buffer), COPIES: copies + leaving} if copied else {},
+        "mlp": {GATHERED: min(there, layer + (layer < live) * (table + buffer))} if first else {},
+        "end": {GATHERED: min(there, layer)} if first and layer >= live else {},
         "forward": {GATHERED: min(whole, live) + min(whole, buffer), COPIES: 0} if arriving else {},
-        "outside": {GATHERED: min(device[GATHERED], head), COPIES: 0},  # gradients are reduced from the head's on
-        "after": {} if stage or world == 1 else {BUCKETS: element * min(trained, ZERO_DEFAULT)},
+        "outside": {GATHERED: there and min(whole, head), COPIES: 0},  # gradients are reduced from the head's on
+        "after": after,
     }
     device, host, disk = ({n: b for n, b in of.items() if b} for of in (device, host, disk))
     return States(device, host, others, disk)

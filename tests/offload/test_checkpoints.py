@@ -83,6 +83,23 @@ def test_a_frozen_function_costs_nothing():
     assert frozen.calls == 1
 
 
+def test_an_input_without_a_gradient_leaves_its_device_too():
+    """As the first layer's of a model whose adapter alone trains."""
+    block, (x, other, scale) = Block(), inputs()
+    x = torch.nn.functional.pad(x, (0, 0, 0, 2**16))
+    with Ledger(stores=[store := HostStore("sync")]) as ledger:
+        first = ledger.device_bytes
+        hidden = x + 1
+        out = checkpoint(lambda h: block(h, other, scale=scale)[0].sum(), hidden, store=store, module=block)
+        del hidden
+        assert ledger.device_bytes - first < x.nbytes / 10
+        out.backward()
+    got = [p.grad.clone() for p in block.parameters()]
+    block.zero_grad()
+    block(x + 1, other, scale=scale)[0].sum().backward()
+    assert worst(got, [p.grad for p in block.parameters()]) < 1e-6
+
+
 # ----- host memory
 
 
