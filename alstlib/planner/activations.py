@@ -85,6 +85,8 @@ def activations(
         ValueError: a model or an option that `apply` refuses.
     """
     run = run.for_width(shape.width)
+    if run.chunk is not None:  # samples are side by side: as one that is as long as all
+        run = run.replace(options={"chunk": run.chunk * run.data.batch_size})
     if run.block is not None and (shape.not_by_blocks or run.options.disk is not None):
         why = shape.not_by_blocks or "block_step keeps no checkpoints on a disk (options.disk)"
         raise ValueError(f"block={run.block}: the model cannot run by blocks: {why}")

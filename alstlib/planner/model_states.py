@@ -66,8 +66,8 @@ def model_states(
 
     ZeRO keeps fp32 weights and AdamW's two moments (12 bytes per parameter). With the optimizer on the host, gradients
     go there too, with an fp32 copy for its step. Stages 1 and 2 also have a buffer there, and one on the device, for
-    the largest gradient; they keep the gradients of earlier micro-batches (or blocks) once more. On the host DeepSpeed pins all
-    of this but the moments and stage 3's fp32 weights.
+    the largest gradient; they keep the gradients of earlier micro-batches (or blocks) once more. On the host DeepSpeed
+    pins all of this but the moments and stage 3's fp32 weights.
 
     Under stage 3 a device holds its shards, the bucket in which gradients are reduced, and the weights that are
     gathered. DeepSpeed gathers weights ahead until two buckets of them are there (`stage3_max_live_parameters`), the
@@ -152,8 +152,7 @@ def model_states(
     copied = ours and ahead and stage == 3 and copies and buffer < whole and whole_layers
     steps = [SUB_GROUP] * (part // SUB_GROUP) + [part % SUB_GROUP] if stage == 3 else [part]
     steps = [] if filed else steps
-    pieces = run.optim.accumulation > 1 or run.block is not None
-    earlier = element * part if stage in (1, 2) and pieces else 0
+    earlier = element * part if stage in (1, 2) and (run.optim.accumulation > 1 or run.block) else 0
     host = {
         WEIGHTS: pinned(weights) if leave and not paged else 0,
         OPTIMIZER: (8 * part + (4 * part if stage == 3 else pinned(4 * part))) if away and not filed else 0,
@@ -165,20 +164,20 @@ def model_states(
     there = device[GATHERED]
     arriving = ahead and run.engine.prefetch and there
     first = alike and run.engine.prefetch and not ahead  # the peak may be in the first layer's backward
-    after = {}
-    if not away:
-        own = min(part, SUB_GROUP) if stage == 3 else part if stage else trained
-        copied_out = own * (4 * (element == 2) + (element if stage else 0))
-        reduced_in = element * min(trained, ZERO_DEFAULT) * (world > 1 and not stage)
-        kept = element * (part if stage else trained)
-        after = {GATHERED: 0, BUCKETS: buffer * (stage == 3), GRADIENTS: kept + max(copied_out, reduced_in)}
     others = {
         "attention": {GATHERED: min(there, whole - buffer), COPIES: copies + leaving} if copied else {},
         "mlp": {GATHERED: min(there, layer + (layer < live) * (table + buffer))} if first else {},
         "end": {GATHERED: min(there, layer)} if first and layer >= live else {},
         "forward": {GATHERED: min(whole, live) + min(whole, buffer), COPIES: 0} if arriving else {},
         "outside": {GATHERED: there and min(whole, head), COPIES: 0},  # gradients are reduced from the head's on
-        "after": after,
+        "after": {} if away else {GATHERED: 0, **_after(stage, element, buffer, part if stage else trained, world)},
     }
     device, host, disk = ({n: b for n, b in of.items() if b} for of in (device, host, disk))
     return States(device, host, others, disk)
+
+
+def _after(stage: int, element: int, buffer: int, own: int, world: int) -> dict[str, int]:
+    """What an optimizer on the device holds after backward: it steps on `own` parameters of a rank."""
+    stepping = (min(own, SUB_GROUP) if stage == 3 else own) * (4 * (element == 2) + element * (stage > 0))
+    reducing = element * min(own, ZERO_DEFAULT) * (world > 1 and not stage)
+    return {BUCKETS: buffer * (stage == 3), GRADIENTS: element * own + max(stepping, reducing)}

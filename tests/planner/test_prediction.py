@@ -84,7 +84,7 @@ def test_real_ranks_took_what_is_predicted(path):
 
 def test_there_are_real_runs():
     assert {path.parent.name for path in ABLATION} == {*ROWS}
-    assert len(REAL) == 21
+    assert len(REAL) == 23
 
 
 GAINS = """

@@ -72,10 +72,17 @@ FUNCTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("tile", [1, 2, 3, 5])
+@pytest.mark.parametrize("tile", [1, 4, 6, 10])
 @pytest.mark.parametrize("fn, inputs, shape", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_functions(fn, inputs, shape, tile):
     agree(tiled(fn, tile), fn, inputs, randn(*shape, seed=1))
+
+
+@pytest.mark.parametrize("samples, rows", [(1, 6), (2, 3), (4, 1), (8, 1)])
+def test_a_tile_holds_the_tokens_of_all_samples(samples, rows):
+    seen = []
+    tiled(lambda x: seen.append(x.shape[1]) or x, 6)(randn(samples, 12, WIDTH))
+    assert {*seen} == {rows}
 
 
 def test_backward_runs_under_the_autocast_of_forward():
@@ -89,7 +96,7 @@ def test_backward_runs_under_the_autocast_of_forward():
     x, w = (leaf(randn(2, 6, WIDTH, seed=i), torch.float32) for i in range(2))
     w = leaf(w[0].detach())
     with torch.autocast("cpu", torch.bfloat16):
-        out = tiled(fn, 2)(x, w)
+        out = tiled(fn, 2 * 2)(x, w)
     out.float().sum().backward()
     assert seen == [torch.bfloat16] * 6
     assert (x.grad.dtype, w.grad.dtype) == (torch.float32, torch.float32)
