@@ -98,7 +98,7 @@ def layer_spans(
     times = products_of_backward(run)
     back += [
         (COMPUTE, "keys, values again", first * passes.keys),
-        (COMPUTE, "MLP again", mlp * mlp_again(shape, run, preset)),
+        (COMPUTE, "MLP again", mlp * mlp_again(shape, run, passes, preset)),
         (COMPUTE, "MLP, backward", times * mlp), (COMPUTE, "output projection, backward", times * last),
         (EXCHANGE, "to heads", unit * sent), (COMPUTE, "attention, backward", 2.5 * core / backward),
         (EXCHANGE, "to rows", unit * (query + 2 * kv)), (COMPUTE, "queries, keys, values, backward", times * first),

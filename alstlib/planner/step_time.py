@@ -18,6 +18,8 @@ from alstlib.planner.state_ways import RECURRENCE, state_seconds
 class Passes:
     """How often a micro-batch runs a layer, each time with the work of a forward over all of its tokens."""
 
+    chunk: int | None
+    """Tokens of a chunk; None: whole layers."""
     forward: float
     """Forwards before a backward: one, and one more of the tokens whose block runs for the blocks after it."""
     again: float
@@ -42,10 +44,11 @@ def passes_of(shape: Shape, run: RunConfig, found: Activations, tokens: int) -> 
     """
     remade = 1 - -(-shape.layers // found.inputs_kept_every) / shape.layers
     forward, again, more = 1 + found.twice, float(run.options.checkpoint), remade * (1 - found.attention_kept)
+    chunk = None if run.chunk is None else min(run.chunk, tokens)
     return Passes(
-        forward=forward, again=again, remade=remade,
-        keys=0.0 if run.chunk is None else (tokens - 1) // run.chunk * run.chunk / tokens,
-        sends=forward + again + more, served=found.attention_kept + (more if run.chunk is None else 0.0),
+        chunk=chunk, forward=forward, again=again, remade=remade,
+        keys=(tokens - 1) // chunk * chunk / tokens if chunk else 0.0,
+        sends=forward + again + more, served=found.attention_kept + (0.0 if chunk else more),
     )  # fmt: skip
 
 
@@ -164,7 +167,7 @@ def products(shape: Shape, run: RunConfig, passes: Passes, preset: str = "ours")
     layers = head + passes.remade
     return {
         "projections": layers + passes.again + passes.keys * before_attention(shape),
-        "mlp": layers + mlp_again(shape, run, preset), "head": head,
+        "mlp": layers + mlp_again(shape, run, passes, preset), "head": head,
     }  # fmt: skip
 
 
@@ -176,7 +179,7 @@ def before_attention(shape: Shape) -> float:
     return 1 - shape.width * outputs / shape.mixing
 
 
-def mlp_again(shape: Shape, run: RunConfig, preset: str = "ours") -> float:
+def mlp_again(shape: Shape, run: RunConfig, passes: Passes, preset: str = "ours") -> float:
     """Forwards of an MLP that its backward takes: a checkpoint's recompute, or its tiles'.
 
     Tiles run again for their gradients, and a checkpoint of ours leaves the MLP out then; that of the `paper` runs
@@ -188,7 +191,7 @@ def mlp_again(shape: Shape, run: RunConfig, preset: str = "ours") -> float:
     if preset == "paper" or not tile:
         return float(run.options.checkpoint) + bool(tile)
     size = tile_for(max(shape.mlp, shape.width), element_bytes(run, "cuda"), "cuda") if tile is True else tile
-    if run.chunk is not None and run.chunk <= size:
+    if passes.chunk and passes.chunk <= size:
         return 1.0
     products = shape.mlp_of_token / max(1, shape.layers * shape.width * shape.mlp)
     adapted = run.model.lora is not None and [*shape.linear][-1] in shape.adapted(run.model.lora)

@@ -122,6 +122,8 @@ chunks of two tiles: {options.chunk: 32}
 chunks of a tile: {options.chunk: 16}
 chunks of which the last is shorter: {options.chunk: 40}
 a chunk that is longer than the slice: {options.chunk: 100}
+a tile that is longer than the slice: {options.tiles: {mlp: 80}}
+a chunk and a tile that are longer: {options.chunk: 100, options.tiles: {mlp: 80}}
 an adapter: {model.lora: {r: 2, target_modules: [q_proj]}}
 block by block: {block: 16}
 blocks without tiles: {block: 16, options.tiles: false}
