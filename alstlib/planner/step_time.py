@@ -18,8 +18,8 @@ from alstlib.planner.state_ways import RECURRENCE, state_seconds
 class Passes:
     """How often a micro-batch runs a layer, each time with the work of a forward over all of its tokens."""
 
-    chunk: int | None
-    """Tokens of a chunk; None: whole layers."""
+    rows: int
+    """Tokens of a rank that a layer works on at a time: of a chunk, or of the whole slice."""
     forward: float
     """Forwards before a backward: one, and one more of the tokens whose block runs for the blocks after it."""
     again: float
@@ -44,11 +44,10 @@ def passes_of(shape: Shape, run: RunConfig, found: Activations, tokens: int) -> 
     """
     remade = 1 - -(-shape.layers // found.inputs_kept_every) / shape.layers
     forward, again, more = 1 + found.twice, float(run.options.checkpoint), remade * (1 - found.attention_kept)
-    chunk = None if run.chunk is None else min(run.chunk, tokens)
+    rows = min(run.chunk or tokens, tokens)
     return Passes(
-        chunk=chunk, forward=forward, again=again, remade=remade,
-        keys=(tokens - 1) // chunk * chunk / tokens if chunk else 0.0,
-        sends=forward + again + more, served=found.attention_kept + (0.0 if chunk else more),
+        rows=rows, forward=forward, again=again, remade=remade, keys=(tokens - 1) // rows * rows / tokens,
+        sends=forward + again + more, served=found.attention_kept + (0.0 if run.chunk else more),
     )  # fmt: skip
 
 
@@ -104,7 +103,7 @@ def states_seconds(
     rates, nodes, tokens = machine.rates, ranks > machine.per_node, -(-seq_len // ranks)
     batch, forwards = run.data.batch_size, passes.forward + passes.again + passes.remade + passes.keys
     both = forwards, forwards if passes.keys else passes.forward  # all, and those that make what is passed
-    piece = min(tokens, run.chunk or tokens, run.block or tokens)
+    piece = min(passes.rows, run.block or tokens)
     pieces = -(-tokens // piece)
     network = rates.network if nodes else rates.link
     tails = (both[1] + 1) * (ranks - 1) * batch * element_bytes(run, "cuda") * of.tail / network
@@ -191,7 +190,7 @@ def mlp_again(shape: Shape, run: RunConfig, passes: Passes, preset: str = "ours"
     if preset == "paper" or not tile:
         return float(run.options.checkpoint) + bool(tile)
     size = tile_for(max(shape.mlp, shape.width), element_bytes(run, "cuda"), "cuda") if tile is True else tile
-    if passes.chunk and passes.chunk <= size:
+    if run.chunk and passes.rows <= size:
         return 1.0
     products = shape.mlp_of_token / max(1, shape.layers * shape.width * shape.mlp)
     adapted = run.model.lora is not None and [*shape.linear][-1] in shape.adapted(run.model.lora)
