@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from alstlib.base.config import RunConfig
 from alstlib.planner.activations import Activations
@@ -12,13 +12,13 @@ from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import Shape
 from alstlib.planner.step_time import (
     attention_flops,
-    attention_passes,
     attention_rates,
+    before_attention,
     disk_seconds,
     exchange_bytes,
     linear_flops,
-    made_again,
     mlp_again,
+    passes_of,
     products_of_backward,
     trained,
     zero_seconds,
@@ -56,12 +56,13 @@ def layer_spans(
     layers' are. With `offload="sync"` copies come first, and computing waits.
     """
     kept, rates = round(found.attention_kept) if run.options.checkpoint else 0, machine.rates
+    passes = passes_of(shape, run, replace(found, attention_kept=kept), -(-seq_len // ranks))
     linear = linear_flops(shape, seq_len * run.data.batch_size)
     per_layer = rates.matmul * ranks * shape.layers
     projections, mlp = linear["projections"] / per_layer, linear["mlp"] / per_layer
     query, kv = shape.heads, max(shape.kv_heads, ranks)  # in what is sent
-    into = shape.heads + 2 * shape.kv_heads  # in projections: queries, keys, values; then the output's
-    first, last = projections * into / (into + shape.heads), projections * shape.heads / (into + shape.heads)
+    first = projections * before_attention(shape)
+    last = projections - first
     forward, backward = attention_rates(shape, found, rates)
     core = attention_flops(shape, seq_len, found.attention_share) * run.data.batch_size / ranks / shape.layers
     one_pass = exchange_bytes(shape, ranks, seq_len * run.data.batch_size, element_bytes(run, "cuda"), 1, 0) / 2
@@ -74,40 +75,44 @@ def layer_spans(
         (COMPUTE, "attention", core / forward), (EXCHANGE, "to rows", unit * query),
         (COMPUTE, "output projection", last),
     ]  # fmt: skip
-    there = [(lane, what, (1 + found.twice) * seconds) for lane, what, seconds in [*mixing, (COMPUTE, "MLP", mlp)]]
+    there = [(lane, what, passes.forward * seconds) for lane, what, seconds in [*mixing, (COMPUTE, "MLP", mlp)]]
     back: list[tuple[str, str, float]] = []
     if run.options.checkpoint and kept:
         back = [(COMPUTE, "projections again", projections)]
     elif run.options.checkpoint:
         back = [(lane, f"{what} again" if lane == COMPUTE else what, seconds) for lane, what, seconds in mixing]
-    remade = made_again(shape, found)
-    served = attention_passes(run, remade, kept)[1]
-    running = 1 - (served - kept)  # the share of recomputes that run attention, where its outputs are not kept at all
+    running = 1 - (
+        passes.served - kept
+    )  # the share of recomputes that run attention, where its outputs are not kept at all
     recompute = [
         (lane, what, seconds * (running if lane == EXCHANGE or what == "attention again" else 1))
         for lane, what, seconds in back
     ]
     back = [
-        (lane, f"{what} for an input" if lane == COMPUTE else what, seconds * remade)
+        (lane, f"{what} for an input" if lane == COMPUTE else what, seconds * passes.remade)
         for lane, what, seconds in [*back, (COMPUTE, "MLP again", mlp)]
     ] + recompute
-    sent = query + served * (query + 2 * kv + row_sums)  # outputs' gradients; and what kept outputs did not need again
+    sent = query + passes.served * (
+        query + 2 * kv + row_sums
+    )  # outputs' gradients; and what kept outputs did not need again
     times = products_of_backward(run)
     back += [
-        (COMPUTE, "keys, values again", projections * (run.chunk is not None)),
-        (COMPUTE, "MLP again", mlp * mlp_again(shape, run, preset)),
+        (COMPUTE, "keys, values again", first * passes.keys),
+        (COMPUTE, "MLP again", mlp * mlp_again(shape, run, passes, preset)),
         (COMPUTE, "MLP, backward", times * mlp), (COMPUTE, "output projection, backward", times * last),
         (EXCHANGE, "to heads", unit * sent), (COMPUTE, "attention, backward", 2.5 * core / backward),
         (EXCHANGE, "to rows", unit * (query + 2 * kv)), (COMPUTE, "queries, keys, values, backward", times * first),
     ]  # fmt: skip
     copy = found.copied / 2 / shape.layers / rates.host
     of_layer = shape.layer_parameters / shape.parameters / run.optim.accumulation
-    more = remade + found.twice
-    states = zero_seconds(shape, run, machine, more) * found.blocks * of_layer
-    gathers = 2 + more + trained(shape, run) / shape.parameters  # of these, a forward's; backward gathers and reduces
-    gathered = (1 + found.twice) * states / gathers if run.engine.zero_stage == 3 else 0.0
+    states = sum(zero_seconds(shape, run, machine, passes, found.blocks)) * of_layer
+    # of these, a forward's; backward gathers and reduces
+    gathers = passes.forward + 1 + passes.remade + trained(shape, run) / shape.parameters
+    gathered = passes.forward * states / gathers if run.engine.zero_stage == 3 else 0.0
     later = states - gathered
-    away, home, _ = (s / shape.layers / run.optim.accumulation for s in disk_seconds(shape, run, machine, found))
+    away, home, _ = (
+        s / shape.layers / run.optim.accumulation for s in disk_seconds(shape, run, machine, found, passes)
+    )
     beside = {
         "forward": [(COPIES, "kept for backward", copy), (STATES, "gather", gathered), (DISK, "written", away)],
         "backward": [(COPIES, "brought back", copy), (STATES, "gather, reduce", later), (DISK, "read", home)],

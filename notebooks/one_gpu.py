@@ -56,7 +56,7 @@ def asked(command: str) -> tuple[Question, int]:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     request = read(parser.parse_args(shlex.split(command)[2:]))
-    return request.question(request.rates[0], 1), request.seq_len or 0
+    return request.question(request.machines[0], 1), request.seq_len or 0
 
 
 def simulated(claim: Mapping[str, Any]) -> dict[str, int]:

@@ -32,7 +32,7 @@ def asked(options):
 def question(options):
     """What such a line asks the planner of its first kind of GPU."""
     request = asked(options)
-    return request.question(request.rates[0], request.gpus)
+    return request.question(request.machines[0], request.gpus)
 
 
 def step(question, rows):

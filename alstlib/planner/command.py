@@ -18,7 +18,7 @@ from alstlib.base.config import Engine, Model, RunConfig, not_default, row_confi
 from alstlib.base.units import GIB, format_seconds, parse_quantity
 from alstlib.planner import devices
 from alstlib.planner.fits import known_only
-from alstlib.planner.gpus import GPUS, Rates, label_bytes, rates_of
+from alstlib.planner.gpus import GPUS, label_bytes, rates_of
 from alstlib.planner.machine import Machine, Overheads, read_machine
 from alstlib.planner.model_shapes import Shape, read_shape
 from alstlib.planner.prediction import Prediction, with_degree
@@ -125,25 +125,20 @@ class Request:
     args: argparse.Namespace
     shape: Shape
     run: RunConfig
-    rates: tuple[Rates, ...]
-    """The rates of each GPU that was named; where machines are searched for and none was, of all that are known."""
-    measured: Machine | None
+    machines: tuple[Machine, ...]
+    """One with each GPU that was named; where machines are searched for and none was, with each that is known. Their
+    number of GPUs says nothing."""
     gpus: int | None
     """None: the smallest number that holds the asked length."""
     seq_len: int | None
-    terms: dict[str, Any]
-    """Fields of `Overheads` that were given."""
-    given: dict[str, Any]
-    """Fields of `Machine` that were given."""
 
-    def question(self, rates: Rates, gpus: int) -> Question:
-        """The question about so many of one kind of GPU."""
-        args, measured, assumed = self.args, self.measured, dict[str, str]()
-        usual = measured or Machine(per_node=rates.node_gpus, gpu_memory=int(rates.usable) or None, rates=rates)
-        machine = replace(usual, gpus=gpus, overheads=replace(usual.overheads, **self.terms), **self.given)
-        if args.gpus is None and self.gpus is not None and not measured:
+    def question(self, machine: Machine, gpus: int) -> Question:
+        """The question about so many GPUs of such a machine."""
+        args, assumed, rates = self.args, dict[str, str](), machine.rates
+        machine = replace(machine, gpus=gpus)
+        if args.gpus is None and self.gpus is not None and not args.machine:
             assumed["--gpus"] = f"{gpus} GPUs"
-        if not args.gpu and not measured and len(self.rates) == 1:
+        if not args.gpu and not args.machine and len(self.machines) == 1:
             assumed["--gpu"] = f"the speed of {rates.name}" if args.gpu_memory else rates.name
         if machine.host_memory is None and rates.node_host:
             ranks = machine.ranks_of_node
@@ -165,7 +160,7 @@ class Request:
         understood = {
             "gpu_memory": f"{gpu}: {usable}",
             "host_memory": there(
-                machine.host_memory, args.host_memory or ("free as measured" if measured else "assumed")
+                machine.host_memory, args.host_memory or ("free as measured" if args.machine else "assumed")
             ),
         }
         if machine.disk is not None or self.run.engine.nvme_path:
@@ -200,8 +195,8 @@ def read(args: argparse.Namespace) -> Request:
     run = row_config(PRESETS[args.preset], base).replace(**{**whole, **fields_of(args.set, "--set")})
     names = [name for name in (args.gpu or "").split(",") if name.strip()]
     every = gpus is None and not args.gpu_memory
-    rates = [measured.rates] if measured else [rates_of(name) for name in names or (GPUS if every else ["H100"])]
-    if len(rates) > 1 and (args.gpu_memory or args.tree):
+    kinds = [measured] if measured else [usual(name) for name in names or (GPUS if every else ["H100"])]
+    if len(kinds) > 1 and (args.gpu_memory or args.tree):
         raise ValueError("--gpu-memory and --tree are about one kind of GPU: name one with --gpu")
     terms = quantities(args, "context", "nccl", "process")
     if args.fragmentation is not None:
@@ -220,7 +215,15 @@ def read(args: argparse.Namespace) -> Request:
         args.model, run.model.config, trust_remote_code=run.model.trust_remote_code, images=args.images,
         image_size=size_of(args.image_size) if args.image_size else None,
     )  # fmt: skip
-    return Request(args, shape, run, tuple(rates), measured, gpus, wanted, terms, machine_fields(args))
+    own = machine_fields(args)
+    kinds = [replace(one, overheads=replace(one.overheads, **terms), **own) for one in kinds]
+    return Request(args, shape, run, tuple(kinds), gpus, wanted)
+
+
+def usual(name: str) -> Machine:
+    """A machine with GPUs of this name."""
+    rates = rates_of(name)
+    return Machine(per_node=rates.node_gpus, gpu_memory=int(rates.usable) or None, rates=rates)
 
 
 def machine_fields(args: argparse.Namespace) -> dict[str, Any]:
@@ -245,9 +248,9 @@ def command(args: argparse.Namespace) -> int:
     request = read(args)
     if args.tree:
         return tree(request)
-    if request.gpus is None or len(request.rates) > 1:
+    if request.gpus is None or len(request.machines) > 1:
         return machines(request)
-    question, wanted = request.question(request.rates[0], request.gpus), request.seq_len
+    question, wanted = request.question(request.machines[0], request.gpus), request.seq_len
     with watched("looking for the longest sequence that fits"):
         best = question.longest()
     found = best if wanted is None else question.at(wanted)
@@ -270,7 +273,7 @@ def tree(request: Request) -> int:
     if args.seq_len or args.preset != "ours":
         raise ValueError("--tree is about a step of this library: leave out --seq-len and --preset")
     assert request.gpus is not None  # it may only be left out where a length is asked for
-    question = request.question(request.rates[0], request.gpus)
+    question = request.question(request.machines[0], request.gpus)
     found, counts = cost(question, args.tree)
     alone, each = cost(question, f"{counts['leaves']}x{found.seq_len}")
     made = {"mode": "predicted", **found.to_dict(), **counts, "one_by_one": {**alone.to_dict(), **each}}
@@ -300,31 +303,40 @@ def fields_of(texts: Sequence[str], option: str) -> dict[str, Any]:
 
 def as_json(question: Question, best: Prediction | None, found: Prediction | None) -> dict[str, Any]:
     """What programs read: the question, and its predictions as `Prediction.to_dict` has them."""
-    shape, run, machine = question.shape, question.run, question.machine
     found = found or question.at(question.shortest)
-    made: dict[str, Any] = {
-        "mode": "predicted",
-        "preset": question.preset,
-        "model": {"name": shape.name, "family": shape.family, "parameters": shape.parameters,
-                  "trained_length": trained_length(run)},
-        "gpus": machine.gpus, "nodes": machine.nodes, "sp": question.ranks,
-        "understood": question.understood, "assumed": question.assumed,
+    made = {
+        **about(question), "gpus": question.machine.gpus, "nodes": question.machine.nodes, "sp": question.ranks,
         "longest_sequence": best.seq_len if best else 0,
         "longest_step_seconds": best.seconds["step"] if best else None, **speeds(question, found),
+        "limit": (question.beyond(best) if found.fits else found).reason,
     }  # fmt: skip
-    made["limit"] = (question.beyond(best) if found.fits else found).reason
     length = found.seq_len if best else None
     with known_only(PATIENCE) as missed:
         for name, ones in (("help", question.advice()), ("ways", question.ways(length))):
             made[name] = [{**one.to_dict(), "limit": one.limit} for one in ones]
         made["works_with"] = [] if found.fits else [one.to_dict() for one in question.remedies(length)]
-    return {**made, "notes": [LATE] * bool(missed) + question.notes(found.seq_len), "options": not_default(run)}
+    return {
+        **made,
+        "notes": [LATE] * bool(missed) + question.notes(found.seq_len),
+        "options": not_default(question.run),
+    }
+
+
+def about(question: Question) -> dict[str, Any]:
+    """The model, and whose stack runs it."""
+    shape = question.shape
+    return {
+        "mode": "predicted", "preset": question.preset,
+        "model": {"name": shape.name, "family": shape.family, "parameters": shape.parameters,
+                  "trained_length": trained_length(question.run)},
+    }  # fmt: skip
 
 
 def speeds(question: Question, found: Prediction) -> dict[str, Any]:
-    """A prediction with what it means for each GPU."""
+    """A prediction with what it means for each GPU, and how the question was understood."""
     return {
-        **found.to_dict(), "tokens_per_second_per_gpu": question.tokens_per_second(found), "mfu": question.mfu(found),
+        "understood": question.understood, "assumed": question.assumed, **found.to_dict(),
+        "tokens_per_second_per_gpu": question.tokens_per_second(found), "mfu": question.mfu(found),
         "days_of_disk": question.days_of_disk(found),
     }  # fmt: skip
 
@@ -333,9 +345,9 @@ MOST = 1024
 """GPUs of the largest machine that is tried."""
 
 
-def answer(request: Request, rates: Rates, gpus: int) -> Variant:
+def answer(request: Request, machine: Machine, gpus: int) -> Variant:
     """The first of `NEEDED` with which so many GPUs hold the asked length, or without one any length; else the last."""
-    question = request.question(rates, gpus)
+    question = request.question(machine, gpus)
     given = question.preset != "ours" or question.run.options.chunk or question.run.block
     for needs, changes in NEEDED.items() if not given else [("", {})]:
         if question.run.engine.offload_params and "engine.offload_params" in changes:
@@ -348,33 +360,27 @@ def answer(request: Request, rates: Rates, gpus: int) -> Variant:
     return made
 
 
-def smallest(request: Request, rates: Rates) -> Variant:
-    """The smallest machine of this kind of GPU that holds the asked length: a power of two of them, times the sequence
+def smallest(request: Request, machine: Machine) -> Variant:
+    """The smallest machine of this kind that holds the asked length: a power of two of them, times the sequence
     parallel degree where one is given."""
     assert request.seq_len is not None
     least, most = request.run.engine.sp or 1, min(MOST, request.seq_len)
     counts = [least << n for n in range(MOST.bit_length()) if least << n <= most] or [least]
-    place = bisect_left(counts, True, key=lambda gpus: answer(request, rates, gpus).found.fits)
-    return answer(request, rates, counts[min(place, len(counts) - 1)])
+    place = bisect_left(counts, True, key=lambda gpus: answer(request, machine, gpus).found.fits)
+    return answer(request, machine, counts[min(place, len(counts) - 1)])
 
 
 def machines(request: Request) -> int:
     """The question about several machines: which hold a length, or how far each reaches."""
-    with watched("kinds of GPU", request.rates) as each:
+    with watched("kinds of GPU", request.machines) as each:
         answers = [
-            smallest(request, rates) if request.gpus is None else answer(request, rates, request.gpus) for rates in each
+            smallest(request, one) if request.gpus is None else answer(request, one, request.gpus) for one in each
         ]
-    shape, most = request.shape, MOST if request.gpus is None else None
-    made: dict[str, Any] = {
-        "mode": "predicted", "preset": request.args.preset, "seq_len": request.seq_len,
-        "model": {"name": shape.name, "family": shape.family, "parameters": shape.parameters},
-        "machines": [
-            {
-                **one.to_dict(), "gpu": one.question.machine.rates.name, "understood": one.question.understood,
-                "assumed": one.question.assumed, **speeds(one.question, one.found),
-            }
-            for one in answers
-        ],
-    }  # fmt: skip
-    tell(request.args, lambda: made, describe_machines(answers, request.seq_len, most))
+    each_one = [
+        {**one.to_dict(), "gpu": one.question.machine.rates.name, **speeds(one.question, one.found)} for one in answers
+    ]
+    made = {**about(answers[0].question), "seq_len": request.seq_len, "machines": each_one}
+    tell(
+        request.args, lambda: made, describe_machines(answers, request.seq_len, MOST if request.gpus is None else None)
+    )
     return 0 if any(one.found.fits for one in answers) else 1

@@ -17,20 +17,12 @@ of a token that a rank sends to others for a forward (inputs to heads, outputs b
 
 from __future__ import annotations
 
-from alstlib.base.config import RunConfig
 from alstlib.linear.ways import StateLayer
 from alstlib.planner.gpus import Rates, rates_of
 
 RECURRENCE = 0.1
 """The share of the rate of dense matrix products that a recurrence's kernel reaches: its products are small, and the
 blocks of a sequence wait for each other. A nominal share, not measured."""
-
-
-def passes_of(run: RunConfig, tokens: int) -> tuple[int, int]:
-    """`passes` of `state_seconds` for a slice of so many tokens: under checkpoints a recompute is one more forward, and
-    knows the state that comes in; layers in chunks, and samples in blocks, begin with a forward without a graph."""
-    chunks, blocks = (size is not None and size < tokens for size in (run.chunk, run.block))
-    return (3, 3) if chunks else (1 + run.options.checkpoint + blocks, 1 + blocks)
 
 
 def forward_flops(layer: StateLayer, more: int = 0) -> float:
@@ -60,7 +52,7 @@ def counted(layer: StateLayer, tokens: int, batch: int = 1) -> int:
 
 
 def state_seconds(
-    layer: StateLayer, way: str, tokens: int, ranks: int, *, batch: int = 1, passes: tuple[int, int] = (2, 1),
+    layer: StateLayer, way: str, tokens: int, ranks: int, *, batch: int = 1, passes: tuple[float, float] = (2, 1),
     rates: Rates | None = None, nodes: bool = False,
 ) -> tuple[float, float]:  # fmt: skip
     """(sending, computing): what a way, `pass` or `heads`, adds to one layer and step of one rank. What runs once in

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from alstlib.base.config import RunConfig
 from alstlib.base.sizing import tile_for
 from alstlib.planner.activations import FLASH_2, Activations
@@ -9,7 +11,44 @@ from alstlib.planner.fits import element_bytes
 from alstlib.planner.gpus import Rates
 from alstlib.planner.machine import Machine
 from alstlib.planner.model_shapes import Recurrence, Shape
-from alstlib.planner.state_ways import RECURRENCE, passes_of, state_seconds
+from alstlib.planner.state_ways import RECURRENCE, state_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passes:
+    """How often a micro-batch runs a layer, each time with the work of a forward over all of its tokens."""
+
+    rows: int
+    """Tokens of a rank that a layer works on at a time: of a chunk, or of the whole slice."""
+    forward: float
+    """Forwards before a backward: one, and one more of the tokens whose block runs for the blocks after it."""
+    again: float
+    """Recomputes of checkpoints: 1, or 0 where everything is kept."""
+    remade: float
+    """Forwards that make the input of another layer, where one input in k is kept: the share of the layers whose input
+    is not kept."""
+    keys: float
+    """Forwards up to attention that make keys, or states, again before the backward of a layer in chunks: the share of
+    tokens that are not in the last chunk (`streaming.chunked`)."""
+    sends: float
+    """The passes before a backward that send and compute attention, or would if none of its outputs were kept."""
+    served: float
+    """The share of recomputes that run no attention, because they have its outputs already."""
+
+
+def passes_of(shape: Shape, run: RunConfig, found: Activations, tokens: int) -> Passes:
+    """How often layers run for a slice of so many tokens of a rank.
+
+    In whole layers, the attention outputs of a forward that makes an input serve the recompute of that layer; where
+    outputs are kept, that forward runs no attention.
+    """
+    remade = 1 - -(-shape.layers // found.inputs_kept_every) / shape.layers
+    forward, again, more = 1 + found.twice, float(run.options.checkpoint), remade * (1 - found.attention_kept)
+    rows = min(run.chunk or tokens, tokens)
+    return Passes(
+        rows=rows, forward=forward, again=again, remade=remade, keys=(tokens - 1) // rows * rows / tokens,
+        sends=forward + again + more, served=found.attention_kept + (0.0 if run.chunk else more),
+    )  # fmt: skip
 
 
 def attention_flops(shape: Shape, seq_len: int, share: float = 1.0) -> float:
@@ -39,7 +78,7 @@ def model_flops(shape: Shape, run: RunConfig, seq_len: int) -> float:
     return samples * (linear + tower + 3 * (attention_flops(shape, seq_len) + states))
 
 
-def exchange_bytes(shape: Shape, ranks: int, seq_len: int, element: int, forwards: float, saved: float) -> float:
+def exchange_bytes(shape: Shape, ranks: int, seq_len: int, element: int, sends: float, served: float) -> float:
     """Bytes that one rank sends for attention in a step, all layers, where ranks have whole heads or share one.
 
     A forward sends queries, keys and values to heads and outputs back; a backward outputs' gradients to heads and
@@ -47,39 +86,32 @@ def exchange_bytes(shape: Shape, ranks: int, seq_len: int, element: int, forward
     queries, keys and values, with one number for each token and head in place of the outputs.
 
     Args:
-        forwards: passes over a layer before its backward: 2 with checkpoints, else 1; more where inputs are made again.
-        saved: share of the layers whose recompute has its outputs already.
+        sends, served: as `Passes` has them.
     """
     query, kv, keys, values = shape.heads, max(shape.kv_heads, ranks), shape.head_dim, shape.value_dim
     there, back = query * keys + kv * (keys + values), query * values
-    numbers = (forwards - saved) * (there + back) + (there + back) + saved * (there + query * 4 / element)
+    numbers = (sends - served) * (there + back) + (there + back) + served * (there + query * 4 / element)
     return numbers * element * (seq_len / ranks) * (ranks - 1) / ranks * shape.attending
 
 
-def attention_passes(run: RunConfig, remade: float, kept: float) -> tuple[float, float]:
-    """(forwards, saved) of `exchange_bytes`, for a share of the layers that run once more to make an input, and a share
-    whose attention outputs are kept: saved recomputes run no attention. In whole layers the outputs of the forward that
-    makes an input serve the recompute of that layer."""
-    more = remade * (1 - kept)
-    return 1.0 + run.options.checkpoint + more, kept + (more if run.chunk is None else 0.0)
-
-
 def states_seconds(
-    of: Recurrence, run: RunConfig, machine: Machine, ranks: int, seq_len: int, forwards: float
+    of: Recurrence, run: RunConfig, machine: Machine, ranks: int, seq_len: int, passes: Passes
 ) -> tuple[float, float]:
     """(exchange, computing) of all layers with a state in a step over one sample: a backward is twice a forward, and
-    `state_seconds` says what the way over ranks adds. Each pass sends the last tokens of a slice or chunk too."""
+    `state_seconds` says what the way over ranks adds. Each pass sends the last tokens of a slice or chunk too. A
+    recompute knows the state that came to a whole slice, and not those between chunks."""
     rates, nodes, tokens = machine.rates, ranks > machine.per_node, -(-seq_len // ranks)
-    passes, batch = passes_of(run, tokens), run.data.batch_size
-    piece = min(tokens, run.chunk or tokens, run.block or tokens)
+    batch, forwards = run.data.batch_size, passes.forward + passes.again + passes.remade + passes.keys
+    both = forwards, forwards if passes.keys else passes.forward  # all, and those that make what is passed
+    piece = min(passes.rows, run.block or tokens)
     pieces = -(-tokens // piece)
     network = rates.network if nodes else rates.link
-    tails = (passes[1] + 1.0) * (ranks - 1) * batch * element_bytes(run, "cuda") * of.tail / network
+    tails = (both[1] + 1) * (ranks - 1) * batch * element_bytes(run, "cuda") * of.tail / network
     one = of.flops * seq_len * batch * (2 + forwards) / (RECURRENCE * rates.matmul) / ranks
     sent = work = 0.0
     if of.layer:
         way = of.layer.way(run.options.linear_attention, ranks)
-        sent, work = state_seconds(of.layer, way, piece, ranks, batch=batch, passes=passes, rates=rates, nodes=nodes)
+        sent, work = state_seconds(of.layer, way, piece, ranks, batch=batch, passes=both, rates=rates, nodes=nodes)
     return of.layers * pieces * (sent + tails), of.layers * (one + pieces * work)
 
 
@@ -88,9 +120,9 @@ def step_seconds(
 ) -> dict[str, float]:
     """Seconds of one optimizer step over one sample on each replica, by part; `step` is the time that passes.
 
-    `passes` says how often matrix products run, `attention_passes` how often attention does, whose backward is 2.5
-    forwards. The exchange is waited for. ZeRO's traffic and asynchronous offload hide behind the computing, as far as
-    that lasts. So do a disk's reads and writes, all together: of checkpoints, of weights in files, and of gradients
+    `Passes` says how often layers run; a backward of attention is 2.5 forwards. The exchange is waited for. ZeRO's
+    traffic and asynchronous offload hide behind the computing, as far as that lasts; ZeRO's after the last backward is
+    waited for. A disk's reads and writes hide too, all together: of checkpoints, of weights in files, and of gradients
     that backward writes to them. The optimizer's step on files hides nothing: DeepSpeed reads a group, steps on it, and
     writes it, one after the other. A vision tower runs like the layers; ranks wait for the one with the most images.
     """
@@ -98,28 +130,28 @@ def step_seconds(
     forward, backward = attention_rates(shape, found, rates)
     linear = linear_flops(shape, seq_len * run.data.batch_size)
     attention = attention_flops(shape, seq_len, found.attention_share) * run.data.batch_size
-    matmul = sum(linear[name] * n for name, n in passes(shape, run, found, preset).items()) / rates.matmul / ranks
-    remade, first = made_again(shape, found), found.twice
-    forwards, served = attention_passes(run, remade, found.attention_kept)
-    core = attention * ((forwards - served + first) / forward + 2.5 / backward) / ranks
+    passes = passes_of(shape, run, found, -(-seq_len // ranks))
+    matmul = sum(linear[name] * n for name, n in products(shape, run, passes, preset).items()) / rates.matmul / ranks
+    core = attention * ((passes.sends - passes.served) / forward + 2.5 / backward) / ranks
     network = rates.link if ranks <= machine.per_node else rates.network
-    wire = exchange_bytes(shape, ranks, seq_len * run.data.batch_size, element, forwards + first, served)
-    exchange, of_layer = wire / network, 1.0 + run.options.checkpoint + first
+    wire = exchange_bytes(shape, ranks, seq_len * run.data.batch_size, element, passes.sends, passes.served)
+    exchange, of_tower = wire / network, passes.forward + passes.again
     if shape.recurrence is not None:
-        sent, recurrence = states_seconds(shape.recurrence, run, machine, ranks, seq_len, of_layer + remade)
+        sent, recurrence = states_seconds(shape.recurrence, run, machine, ranks, seq_len, passes)
         exchange, core = exchange + sent, core + recurrence
     if (images := shape.images) is not None:
         of_rank = images.of_rank(ranks, run.data.batch_size)
-        matmul += of_rank * images.products * (of_layer + products_of_backward(run)) / rates.matmul
-        core += of_rank * images.attention * (of_layer / forward + 2.5 / backward)
+        matmul += of_rank * images.products * (of_tower + products_of_backward(run)) / rates.matmul
+        core += of_rank * images.attention * (of_tower / forward + 2.5 / backward)
         exchange += 2 * of_rank * images.each * shape.width * element * (ranks - 1) / ranks / network
     made = {"matrix products": matmul * times, "attention": core * times, "exchange": exchange * times}
     computing, offload = (matmul + core) * times, found.copied / rates.host * times
-    waited = max(0.0, zero_seconds(shape, run, machine, remade + first) * found.blocks - computing)
+    beside, after = zero_seconds(shape, run, machine, passes, found.blocks)
+    waited = max(0.0, beside - computing) + after
     if run.options.offload:
         waited += offload if run.options.offload == "sync" else max(0.0, offload - computing)
     before = (sum(linear.values()) / rates.matmul + attention / forward) / ranks * times
-    out, back, on_files = disk_seconds(shape, run, machine, found)
+    out, back, on_files = disk_seconds(shape, run, machine, found, passes)
     waited += max(0.0, out - before) + max(0.0, back - computing + before)
     made["waiting for memory and network"] = waited
     memory = rates.host_memory if run.engine.offload_optimizer and run.engine.zero_stage else DEVICE_MEMORY
@@ -127,23 +159,26 @@ def step_seconds(
     return {"step": sum(made.values()), **made}
 
 
-def passes(shape: Shape, run: RunConfig, found: Activations, preset: str = "ours") -> dict[str, float]:
-    """How often the matrix products of a step run, each time with the work of a forward: `projections`, those of the
-    `mlp`, and the `head`.
-
-    Layers run forward, again for their backward unless everything is kept, and backward: twice a forward, or once where
-    an adapter is trained, because frozen weights have no gradients (the adapter's own products are left out). Where one
-    input in k is kept, the layers of the others run forward once more; so does a block for the blocks after it. Layers
-    in chunks make keys and values again before their backward.
-    """
-    once, more = 1 + found.twice + products_of_backward(run), made_again(shape, found)
+def products(shape: Shape, run: RunConfig, passes: Passes, preset: str = "ours") -> dict[str, float]:
+    """How often the matrix products of a micro-batch run, each time with the work of a forward: `projections`, those of
+    the `mlp`, and the `head`. Of an adapter's frozen weights; its own products are left out."""
+    head = passes.forward + products_of_backward(run)
+    layers = head + passes.remade
     return {
-        "projections": once + more + run.options.checkpoint + (run.chunk is not None),
-        "mlp": once + more + mlp_again(shape, run, preset), "head": once,
+        "projections": layers + passes.again + passes.keys * before_attention(shape),
+        "mlp": layers + mlp_again(shape, run, passes, preset), "head": head,
     }  # fmt: skip
 
 
-def mlp_again(shape: Shape, run: RunConfig, preset: str = "ours") -> float:
+def before_attention(shape: Shape) -> float:
+    """The share of the projections' products that attention, or a recurrence, waits for: all but those of outputs."""
+    outputs, states = shape.attending * shape.heads * shape.value_dim, shape.recurrence
+    if states and states.layer:
+        outputs += states.layers * states.layer.heads * states.layer.values
+    return 1 - shape.width * outputs / shape.mixing
+
+
+def mlp_again(shape: Shape, run: RunConfig, passes: Passes, preset: str = "ours") -> float:
     """Forwards of an MLP that its backward takes: a checkpoint's recompute, or its tiles'.
 
     Tiles run again for their gradients, and a checkpoint of ours leaves the MLP out then; that of the `paper` runs
@@ -155,22 +190,24 @@ def mlp_again(shape: Shape, run: RunConfig, preset: str = "ours") -> float:
     if preset == "paper" or not tile:
         return float(run.options.checkpoint) + bool(tile)
     size = tile_for(max(shape.mlp, shape.width), element_bytes(run, "cuda"), "cuda") if tile is True else tile
-    if run.chunk is not None and run.chunk <= size:
+    if run.chunk and passes.rows <= size:
         return 1.0
     products = shape.mlp_of_token / max(1, shape.layers * shape.width * shape.mlp)
     adapted = run.model.lora is not None and [*shape.linear][-1] in shape.adapted(run.model.lora)
     return 1.0 if products not in (2, 3) or adapted else 1 - 1 / products
 
 
-def disk_seconds(shape: Shape, run: RunConfig, machine: Machine, found: Activations) -> tuple[float, float, float]:
+def disk_seconds(
+    shape: Shape, run: RunConfig, machine: Machine, found: Activations, passes: Passes
+) -> tuple[float, float, float]:
     """(in forwards, in backwards, in the optimizer's step): what a rank's share of its node's disk takes in a step to
     write and to read checkpoints, to read weights in files, to write gradients to them, and to step on states there."""
     filed, paged = (where == "nvme" for where in (run.engine.offload_optimizer, run.engine.offload_params))
     element, times, own = element_bytes(run, "cuda"), run.optim.accumulation, shard(shape, run, machine)
     weights = 0 if run.model.bits else paged * element * shape.parameters / machine.gpus * found.blocks
-    gathers = 1 + made_again(shape, found) + found.twice
     moved = (
-        (found.disk + weights) * times, (found.disk + gathers * weights) * times + 4 * own * filed,
+        (found.disk + weights) * times,
+        (found.disk + (passes.forward + passes.remade) * weights) * times + 4 * own * filed,
         (ADAM_BYTES * filed + element * paged) * own,
     )  # fmt: skip
     out, back, step = (nbytes * machine.ranks_of_node / machine.disk_rate for nbytes in moved)
@@ -198,11 +235,6 @@ def attention_rates(shape: Shape, found: Activations, rates: Rates) -> tuple[flo
     return forward, backward
 
 
-def made_again(shape: Shape, found: Activations) -> float:
-    """Share of the layers whose input is not kept: a forward of the layer before makes it for backward."""
-    return 1 - -(-shape.layers // found.inputs_kept_every) / shape.layers
-
-
 def products_of_backward(run: RunConfig) -> float:
     """Matrix products of a backward, compared with a forward: of inputs' gradients, and of trained weights'."""
     return 2.0 if run.model.lora is None else 1.0
@@ -213,17 +245,27 @@ def trained(shape: Shape, run: RunConfig) -> int:
     return shape.parameters if run.model.lora is None else shape.adapter_parameters(run.model.lora)
 
 
-def zero_seconds(shape: Shape, run: RunConfig, machine: Machine, remade: float) -> float:
-    """Seconds of ZeRO's gathering and reducing in a step, and of copying weights from the host, where layers run
-    forward `remade` times more than once in forward and once in backward."""
-    rates, world = machine.rates, machine.gpus
-    share = rates.link if world <= machine.per_node else rates.network
-    gathers, reduces = {3: (2 + remade, 1), 2: (0, 1), 1: (0, 2), 0: (0, 2)}[run.engine.zero_stage]
-    element = element_bytes(run, "cuda")
-    gathered = 0 if run.model.bits else shape.parameters  # whole on each rank
-    moved = gathers * gathered + reduces * trained(shape, run)
-    zero, away = moved * (world - 1) / world / share, gathers * gathered / world / rates.host
-    return (max(zero, away) if run.engine.offload_params else zero) * element * run.optim.accumulation
+def zero_seconds(shape: Shape, run: RunConfig, machine: Machine, passes: Passes, blocks: int) -> tuple[float, float]:
+    """(beside, after): seconds of ZeRO's traffic in a step during forwards and backwards, and after the last of them.
+
+    An all-gather or a reduce-scatter moves each number once, and an all-reduce twice. Stage 3 gathers weights for each
+    pass of each micro-batch and block (on the host, they are copied too), and scatters gradients. The others, as
+    DeepSpeed 0.19.8 has them: stages 1 and 2 all-reduce gradients (`use_multi_rank_bucket_allreduce` in
+    `runtime/zero/stage_1_and_2.py`), and at the optimizer's step gather the weights that were trained
+    (`all_gather_dp_groups`); stage 0 all-reduces gradients (`buffered_allreduce_fallback` in `runtime/engine.py`).
+    Stage 2 does so in each backward, and a block has one of its own; stages 0 and 1 after the last one of a step
+    (`allreduce_gradients`, `block_step`).
+    """
+    rates, world, own = machine.rates, machine.gpus, trained(shape, run)
+    share, element = rates.link if world <= machine.per_node else rates.network, element_bytes(run, "cuda")
+    each = run.optim.accumulation * blocks
+    whole = 0 if run.model.bits else (passes.forward + 1 + passes.remade) * shape.parameters
+    beside, after = {3: (each * (whole + own), 0), 2: (2 * each * own, own), 1: (0, 3 * own), 0: (0, 2 * own)}[
+        run.engine.zero_stage
+    ]
+    sent = element * (world - 1) / world / share
+    copied = each * whole * element / world / rates.host if run.engine.offload_params else 0.0
+    return max(beside * sent, copied), after * sent
 
 
 ADAM_BYTES = 28

@@ -51,7 +51,7 @@ def asked(command: str) -> Question:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     request = read(parser.parse_args(shlex.split(command)[2:]))
-    return request.question(request.rates[0], request.gpus or 0)
+    return request.question(request.machines[0], request.gpus or 0)
 
 
 def cell(question: Question, ways: Mapping[str, dict[str, Any]]) -> list[Any] | None:

@@ -1,6 +1,7 @@
 """What the planner knows of hybrids, compared with transformers' own models of the same configs, without weights."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from alstlib.planner.prediction import predict
 from alstlib.planner.question import NOTE
 from alstlib.planner.rendering import describe
 from alstlib.planner.state_ways import RECURRENCE, counted, forward_flops, pair_bytes
-from alstlib.planner.step_time import linear_flops, states_seconds
+from alstlib.planner.step_time import linear_flops, passes_of, states_seconds
 
 
 def test_qwen3_next():
@@ -37,24 +38,26 @@ def test_what_layers_with_a_state_send_and_compute():
     """Passed states do not grow with the sequence, and each chunk sends them; heads grow with it, and compute nothing
     twice. A recompute and a backward are a forward and two."""
     shape, machine = read_shape("Qwen/Qwen3-Next-80B-A3B"), Machine(gpus=8)
-    states = shape.recurrence
+    states, found = shape.recurrence, SimpleNamespace(inputs_kept_every=1, attention_kept=0.0, twice=0.0)
 
     def at(tokens, ranks=8, **options):
         run = OURS.replace(options={"linear_attention": "pass", **options})
-        return states_seconds(states, run, machine, ranks, tokens, 2.0)
+        passes = passes_of(shape, run, found, tokens // ranks)
+        return states_seconds(states, run, machine, ranks, tokens, passes)
 
     wire, work = at(80_000)
     each = pair_bytes(states.layer) + 2 * states.tail
     assert wire == pytest.approx(36 * 2 * 7 * each / machine.rates.link)
     assert at(800_000) == (wire, pytest.approx(10 * work))
     assert at(80_000, chunk=10_000) == (wire, work)  # a chunk that holds the slice
-    assert at(80_000, chunk=1000)[0] == pytest.approx(10 * 2 * wire)  # of three passes and a backward
+    assert at(80_000, chunk=1000)[0] == pytest.approx((9 * 4 + 3) / 2 * wire)  # states are made again, but the last
     heads, once = at(80_000, linear_attention="heads")
     assert heads > wire
     assert once < work
     assert at(800_000, linear_attention="heads")[0] > 9 * heads
     nothing, alone = at(80_000, 1)
     assert (nothing, alone) == (0, pytest.approx(8 * once))
+    assert at(80_000, 1, chunk=1000)[1] == pytest.approx(alone * (4 + 79 / 80) / 4)
     flops = 36 * 80_000 * 4 * 32 * forward_flops(states.layer)
     assert alone == pytest.approx(flops / (RECURRENCE * machine.rates.matmul))
 

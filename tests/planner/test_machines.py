@@ -77,7 +77,7 @@ def test_the_smallest_machines_that_hold_a_length(plan, alst, monkeypatch):
     for one in made["machines"]:
         gpu, gpus, changes, device = (one[name] for name in ("gpu", "gpus", "changes", "device"))
         assert (one["fits"], one["seq_len"]) == (True, 2_000_000)
-        assert gpus == 1 or not command.answer(request, GPUS[gpu], gpus // 2).found.fits
+        assert gpus == 1 or not command.answer(request, command.usual(gpu), gpus // 2).found.fits
         fields = " ".join(f"--set={name}={value}" for name, value in changes.items())
         alst(f"plan --seq-len=2M --gpus={gpus} --gpu={gpu} {fields}")
         (needs,) = (needs for needs, ways in NEEDED.items() if ways == changes)

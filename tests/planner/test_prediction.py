@@ -25,9 +25,9 @@ from alstlib.planner.preflight import foretell, why_not
 from alstlib.planner.question import HELP, Question, with_folder
 from alstlib.planner.step_time import (
     attention_flops,
-    attention_passes,
     exchange_bytes,
     linear_flops,
+    passes_of,
     step_seconds,
     zero_seconds,
 )
@@ -237,7 +237,9 @@ def test_files_of_frozen_experts_and_of_packed_weights():
     trained = states(moe, IN_FILES, ranks).device[COPIES]
     assert trained == 4 * (moe.largest_tensor // 8) > 4 * zero_bucket(moe.parameters) // 8
     assert waits(run.replace(model={"bits": 4}), ranks, 1000) < 0.1 < waits(run, ranks, 1000)
-    assert zero_seconds(EIGHT_B, run, ranks, 0.75) == pytest.approx(2.75 / 2 * zero_seconds(EIGHT_B, run, ranks, 0))
+    once, more = (SimpleNamespace(forward=1.0, remade=remade) for remade in (0, 0.75))
+    one, two = (zero_seconds(EIGHT_B, run, ranks, passes, 1) for passes in (once, more))
+    assert two == (pytest.approx(2.75 / 2 * one[0]), 0)
 
 
 def test_what_one_disk_reads_and_writes_adds_up():
@@ -367,8 +369,10 @@ def test_the_exchange_is_that_of_a_simulated_step(how, ranks, monkeypatch):
 
     monkeypatch.setattr(MemoryPlan, "whole", keeps_less)
     run = RunConfig(model=model, data={"seq_len": 1600}, options=Options.plain(**how))
-    passes = attention_passes(run, 1 - 1 / every, float(how.get("save_attention", False)))
-    sent = exchange_bytes(read_shape("tiny", heads), ranks, 1600, 2, *passes)
+    shape, kept = read_shape("tiny", heads), float(how.get("save_attention", False))
+    found = SimpleNamespace(inputs_kept_every=every, attention_kept=kept, twice=0.0)
+    passes = passes_of(shape, run, found, 1600 // ranks)
+    sent = exchange_bytes(shape, ranks, 1600, 2, passes.sends, passes.served)
     assert sent == pytest.approx(simulate(run, ranks).wire_bytes, rel=1e-6)
 
 

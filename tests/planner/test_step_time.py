@@ -1,13 +1,18 @@
 """The timeline of one layer: its parts add up to those of a step, and nothing overlaps that takes turns."""
 
+import contextlib
 import itertools
 import math
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
+import deepspeed
 import pytest
 import torch
 import yaml
+from cases import make_model, make_samples, wrap
 from layer_timeline import COMPUTE, COPIES, DISK, EXCHANGE, STATES, layer_spans
 from quick_steps import EIGHT_B as SHAPE
 from quick_steps import OURS, quick  # noqa: F401
@@ -16,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import alstlib
 from alstlib.base import sizing
 from alstlib.base.config import RunConfig, row_config
+from alstlib.data.loader import SPDataLoader
 from alstlib.data.shard import shard_batch
 from alstlib.figures import step_plots
 from alstlib.planner import devices, preflight
@@ -25,11 +31,12 @@ from alstlib.planner.machine import Machine
 from alstlib.planner.measure.simulate import fake_ranks, whole_model
 from alstlib.planner.model_shapes import read_shape
 from alstlib.planner.step_time import (
-    attention_passes,
     exchange_bytes,
     linear_flops,
-    passes,
+    passes_of,
+    products,
     step_seconds,
+    zero_seconds,
 )
 from alstlib.runs import launch
 
@@ -92,16 +99,17 @@ def test_all_layers_together_are_the_step(name, ranks):
 
 
 class Products(TorchDispatchMode):
-    """Adds up the operations of matrix products in which a dimension has so many elements."""
+    """Adds up the operations of matrix products by the first of these sizes that a dimension has."""
 
-    def __init__(self, columns):
+    def __init__(self, **sizes):
         super().__init__()
-        self.columns, self.operations = columns, 0
+        self.sizes, self.operations = sizes, Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func._schema.name in ("aten::mm", "aten::bmm", "aten::addmm"):
             a, b = args[-2:]
-            self.operations += 2 * a.numel() * b.shape[-1] * (self.columns in (*a.shape, *b.shape))
+            part = next((name for name, n in self.sizes.items() if n in (*a.shape, *b.shape)), None)
+            self.operations[part] += 2 * a.numel() * b.shape[-1]
         return func(*args, **(kwargs or {}))
 
 
@@ -112,6 +120,10 @@ a checkpoint alone: {options.tiles: false}
 neither: {options.tiles: false, options.checkpoint: false}
 chunks of two tiles: {options.chunk: 32}
 chunks of a tile: {options.chunk: 16}
+chunks of which the last is shorter: {options.chunk: 40}
+a chunk that is longer than the slice: {options.chunk: 100}
+a tile that is longer than the slice: {options.tiles: {mlp: 80}}
+a chunk and a tile that are longer: {options.chunk: 100, options.tiles: {mlp: 80}}
 an adapter: {model.lora: {r: 2, target_modules: [q_proj]}}
 block by block: {block: 16}
 blocks without tiles: {block: 16, options.tiles: false}
@@ -120,8 +132,9 @@ blocks without tiles: {block: 16, options.tiles: false}
 
 @pytest.mark.parametrize("name", STEPS)
 def test_products_and_the_exchange_are_those_of_a_real_step(name):
-    """Of two ranks, whose group sends nothing. A tile that runs again leaves its last product out."""
-    config = {"hidden_size": 32, "intermediate_size": 112, "num_hidden_layers": 2, "num_attention_heads": 4,
+    """Of two ranks, whose group sends nothing. A tile that runs again leaves its last product out. Keys are made again
+    but those of the last chunk, and without attention's output projection."""
+    config = {"hidden_size": 40, "intermediate_size": 112, "num_hidden_layers": 2, "num_attention_heads": 4,
               "num_key_value_heads": 2, "head_dim": 8}  # fmt: skip
     run = RunConfig(model={"name": "tiny", "config": config, "dtype": "fp32"}, options={"tiles": {"mlp": 16}})
     run = run.replace(**{"options.save_attention": False, **STEPS[name]})
@@ -129,18 +142,19 @@ def test_products_and_the_exchange_are_those_of_a_real_step(name):
     with fake_ranks(2) as ctx, pytest.MonkeyPatch.context() as patch:
         patch.setattr(sizing, "LEAST_KEYS", 1)
         model = whole_model(run, "cpu")
-        with alstlib.apply(model, ctx, run.options) as handle, Products(112) as products:
+        sizes = {"adapter": 2, "head": shape.vocab, "mlp": 112, "projections": 40}
+        with alstlib.apply(model, ctx, run.options) as handle, Products(**sizes) as counted:
             batch = shard_batch({"input_ids": ids, "labels": ids}, 2, 1)
             if run.block:
                 alstlib.block_step(model, batch, run.block)
             else:
                 alstlib.causal_lm_loss(model, batch).loss.backward()
-    found = SimpleNamespace(inputs_kept_every=1, twice=float(run.block is not None))
-    forward = linear_flops(shape, 64)["mlp"]
-    assert products.operations == pytest.approx(passes(shape, run, found)["mlp"] * forward)
-    forwards, served = attention_passes(run, 0.0, 0.0)
+    found = SimpleNamespace(inputs_kept_every=1, attention_kept=0.0, twice=float(run.block is not None))
+    passes, forward = passes_of(shape, run, found, 64), linear_flops(shape, 64)
+    for part, times in products(shape, run, passes).items():
+        assert counted.operations[part] == pytest.approx(times * forward[part]), part
     if run.chunk is None:
-        assert handle.wire_bytes == exchange_bytes(shape, 2, 128, 4, forwards + found.twice, served)
+        assert handle.wire_bytes == exchange_bytes(shape, 2, 128, 4, passes.sends, passes.served)
 
 
 def test_a_block_is_exchanged_once_more():
@@ -170,6 +184,44 @@ def test_inputs_that_are_made_again_cost_a_forward(k, kept):
     late = more(replace(RATES, link=1e6))
     gathered = SHAPE.parameters * 2 * 7 / 8 / 1e6 - late["matrix products"] - late["attention"]
     assert late["waiting for memory and network"] == pytest.approx(gathered)
+
+
+def sent_by_zero(rank, world, stage, block):
+    """Numbers that DeepSpeed sends in a step of two micro-batches, as `zero_seconds` counts them, and what it says."""
+    model, ctx = make_model(), alstlib.SPContext.create(2)
+    engine_fields = {"zero_stage": stage, "offload_optimizer": False}
+    run = RunConfig(engine=engine_fields, optim={"accumulation": 2}, block=block, model={"dtype": "fp32"})
+    shape, sent = SimpleNamespace(parameters=sum(p.numel() for p in model.parameters())), []
+
+    def counted(name, times, original):
+        def call(tensor, *args, **kwargs):
+            if tensor.numel() > 100:  # and not a norm of gradients, nor a loss
+                sent.append(times * tensor.numel() * (world - 1) / world)
+            return original(tensor, *args, **kwargs)
+
+        return mock.patch.object(deepspeed.comm, name, call)
+
+    with alstlib.apply(model, ctx, alstlib.Options.plain()):
+        engine = wrap(model, f"zero{stage}", run)
+        with contextlib.ExitStack() as stack:
+            for name, times in (("all_reduce", 2), ("all_gather_into_tensor", 1)):
+                stack.enter_context(counted(name, times, getattr(deepspeed.comm, name)))
+            for batch in itertools.islice(SPDataLoader(make_samples(2), ctx, replicated=True, accumulation=2), 2):
+                alstlib.block_step(engine, batch, block)
+                engine.step()
+            blocks = -(-batch["input_ids"].shape[1] // block)
+        engine.destroy()
+    machine = Machine(gpus=world, rates=replace(RATES, link=4.0))  # bytes of a number
+    passes = SimpleNamespace(forward=2.0 if blocks > 1 else 1.0, remade=0.0)
+    return sum(sent), sum(zero_seconds(shape, run, machine, passes, blocks)), blocks
+
+
+@pytest.mark.parametrize("block", [8, 1000])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_what_zero_sends_is_what_deepspeed_sends(ranks2, stage, block):
+    for sent, said, blocks in ranks2(sent_by_zero, stage, block):
+        assert (blocks > 1) == (block == 8)
+        assert sent == pytest.approx(said, rel=0.01)  # DeepSpeed pads
 
 
 def test_the_figure_has_each_lane_and_pass():
