@@ -179,8 +179,21 @@ class Request:
         return Question(self.shape, run, machine, args.preset, understood, assumed)
 
 
+OWN_OPTIONS = {
+    "model.name": "--model", "data.seq_len": "--seq-len", "engine.world_size": "--gpus",
+    "limits.device_memory": "--gpu-memory",
+}  # fmt: skip
+"""Fields of a run that have an option of their own here."""
+LEAST_MEMORY = 2**28
+"""Bytes of the smallest GPU: less is a number without its unit."""
+
+
 def read(args: argparse.Namespace) -> Request:
     """What the options describe."""
+    if empty := [name for name, value in vars(args).items() if isinstance(value, str) and not value.strip(" ,")]:
+        raise ValueError(f"--{empty[0].replace('_', '-')} is empty: give a value, or leave the option out")
+    if args.tree and (args.seq_len or args.preset != "ours"):
+        raise ValueError("--tree is about a step of this library: leave out --seq-len and --preset")
     measured = read_machine(args.machine) if args.machine else None
     if measured and args.gpu:
         raise ValueError("--machine brings measured rates: leave out --gpu")
@@ -188,11 +201,16 @@ def read(args: argparse.Namespace) -> Request:
     gpus = args.gpus
     if gpus is None:
         gpus = measured.gpus if measured else None if wanted else 8
+    if gpus is not None and gpus < 0:
+        raise ValueError(f"gpus={gpus} must be at least 1 (0: the GPUs of this machine)")
     if gpus == 0 and not (gpus := devices.device_count()):
         raise ValueError("gpus=0 means the GPUs of this machine, and it has none; give the number of GPUs to plan for")
     base = RunConfig(model=Model(name=args.model, dtype="bf16"), engine=Engine(sp=0))
     whole = {"options.chunk": None}  # chunks are one of the ways that the answer compares with whole layers
-    run = row_config(PRESETS[args.preset], base).replace(**{**whole, **fields_of(args.set, "--set")})
+    fields = fields_of(args.set, "--set")
+    if own := [name for name in OWN_OPTIONS if name in fields]:
+        raise ValueError(f"--set {own[0]} has no effect on a plan: give {OWN_OPTIONS[own[0]]}")
+    run = row_config(PRESETS[args.preset], base).replace(**{**whole, **fields})
     names = [name for name in (args.gpu or "").split(",") if name.strip()]
     every = gpus is None and not args.gpu_memory
     kinds = [measured] if measured else [usual(name) for name in names or (GPUS if every else ["H100"])]
@@ -230,7 +248,9 @@ def machine_fields(args: argparse.Namespace) -> dict[str, Any]:
     """Fields of `Machine` that the options give."""
     given = quantities(args, "host_memory", "disk", "disk_life")
     if args.gpu_memory:
-        given["gpu_memory"] = label_bytes(args.gpu_memory)
+        given["gpu_memory"] = nbytes = label_bytes(args.gpu_memory)
+        if nbytes < LEAST_MEMORY:
+            raise ValueError(f"gpu-memory={args.gpu_memory} is {nbytes:,} bytes: give a GPU's memory, such as 80GB")
     if args.gpus_per_node is not None:
         given["per_node"] = args.gpus_per_node
     if args.disk_rate:
@@ -270,8 +290,6 @@ def tell(args: argparse.Namespace, made: Callable[[], dict[str, Any]], lines: It
 def tree(request: Request) -> int:
     """The question about trajectories that share prefixes, as a tree and one by one."""
     args = request.args
-    if args.seq_len or args.preset != "ours":
-        raise ValueError("--tree is about a step of this library: leave out --seq-len and --preset")
     assert request.gpus is not None  # it may only be left out where a length is asked for
     question = request.question(request.machines[0], request.gpus)
     found, counts = cost(question, args.tree)
@@ -346,18 +364,19 @@ MOST = 1024
 
 
 def answer(request: Request, machine: Machine, gpus: int) -> Variant:
-    """The first of `NEEDED` with which so many GPUs hold the asked length, or without one any length; else the last."""
-    question = request.question(machine, gpus)
+    """The first of `NEEDED` with which so many GPUs hold the asked length, or without one any length; else the one that
+    lacks least."""
+    question, tried = request.question(machine, gpus), list[Variant]()
     given = question.preset != "ours" or question.run.options.chunk or question.run.block
     for needs, changes in NEEDED.items() if not given else [("", {})]:
         if question.run.engine.offload_params and "engine.offload_params" in changes:
             continue
         other = question.with_changes(changes)
         at = other.at(request.seq_len) if request.seq_len else None
-        made = Variant(needs, changes, other, None if at else other.longest(), at)
-        if made.found.fits:
-            break
-    return made
+        tried.append(Variant(needs, changes, other, None if at else other.longest(), at))
+        if tried[-1].found.fits:
+            return tried[-1]
+    return min(tried, key=lambda one: one.found.shortfall)
 
 
 def smallest(request: Request, machine: Machine) -> Variant:

@@ -144,11 +144,12 @@ def _meaning(name: str, where: str, found: Prediction) -> str:
 def verdict(found: Prediction, machine: Machine) -> str:
     """Whether it fits, and by how much: of each GPU, and of its share of the host."""
     each = "rank" if machine.device == "cpu" else "GPU"
-    spare = [
-        f"{format_bytes(abs(has - needs))} {'spare' if has >= needs else 'short'} on the {where}"
-        for where, needs, has in found.sides
-        if has is not None
-    ]
+    spare = []
+    for where, needs, has in found.sides:
+        if has is not None:
+            alone = where != "host" or machine.device != "cpu"  # what is on the device is not in the host's memory too
+            held = max(needs, sum(getattr(found, where).values())) if alone and needs <= has else needs
+            spare.append(f"{format_bytes(abs(has - held))} {'spare' if has >= held else 'short'} on the {where}")
     fits = "fits" if found.fits else "does not fit"
     loads = f"{found.loading.why}; in a step " if found.loading.why else ""
     return f"{fits}: {loads}{' and '.join(spare)} for each {each}" if spare else f"{fits}: no limits were given"

@@ -337,7 +337,13 @@ REFUSED = """
 --gpu H100,H20                  -> did you mean 'H200'
 --gpu H100,H200                 -> name one with --gpu
 --gpu-memory '80 gigs'          -> gpu_memory='80 gigs' is not a number with a unit
+--gpu-memory 80                 -> is 80 bytes: give a GPU's memory, such as 80GB
+--gpu ,                         -> --gpu is empty
+--seq-len ''                    -> --seq-len is empty
 --seq-len many                  -> seq-len='many' is not a number
+--tree 800K,8x200K --seq-len 5  -> leave out --seq-len
+--set data.seq_len=5000         -> has no effect on a plan: give --seq-len
+--set model.name=Qwen/Qwen3-8B  -> has no effect on a plan: give --model
 --seq-len 3                     -> must be at least 8: one token for each rank
 --gpus -1                       -> gpus=-1
 --gpus 0                        -> the GPUs of this machine, and it has none
@@ -361,6 +367,19 @@ REFUSED = """
 def test_what_cannot_be_planned_is_refused(options, says, plan, monkeypatch):
     monkeypatch.setattr("alstlib.planner.devices.device_count", lambda: 0)
     assert says in plan(options, 2)
+
+
+def test_what_is_spare_is_beside_what_the_table_says(plan, planned):
+    one = "--gpus 8 --seq-len 500K"
+    host = planned(one)["host"]
+    assert f"{format_bytes(host['limit'] - host['peak'])} spare on the host" in plan(one)
+
+
+def test_of_several_settings_that_do_not_fit_the_one_that_lacks_least_is_told(planned):
+    model = "--model meta-llama/Llama-3.1-8B --gpus 1"
+    alone = planned("--gpu A100-40GB", 1, model)
+    several = planned("--gpu A100-40GB,RTX4090", 1, model)["machines"]
+    assert several[0]["host"]["by_category"] == alone["host"]["by_category"]
 
 
 def test_a_model_of_ones_own(tmp_path, plan, planned):
