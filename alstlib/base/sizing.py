@@ -332,6 +332,11 @@ def page_keys(chunk: int, length: int) -> int:
     return min(-(-length // chunk), -(-keys // chunk)) * chunk
 
 
+def kept_of_page(tokens: int, window: int | None) -> int:
+    """Tokens at most of a page of so many that tokens after it see, in a layer with a window of so many keys."""
+    return tokens if window is None else min(tokens, window - 1)
+
+
 KEYS_PER_QUERY = 4
 """Keys in one call of a backward over chunks, for each of its queries; also of a forward by a kernel that is built for
 each shape, so that it meets few."""

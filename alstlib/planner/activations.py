@@ -3,13 +3,22 @@ of a simulated step (`fits`). Without torch."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from alstlib.base.config import RunConfig
 from alstlib.base.options import Options, TiledPart
-from alstlib.base.sizing import kept_on_host, kept_with_disk, keys_and_values, kv_needed, sdpa_kernel, sent_away
+from alstlib.base.sizing import (
+    kept_of_page,
+    kept_on_host,
+    kept_with_disk,
+    keys_and_values,
+    kv_needed,
+    sdpa_kernel,
+    sent_away,
+)
 from alstlib.planner.fits import Lines, Moment, StepQuestion, element_bytes, in_layer, lines_at, part_of, tower_of
 from alstlib.planner.model_shapes import Shape
 from alstlib.planner.streaming import Streaming, copied_bytes, host_room, kv_on_host, output_bytes, streaming_of
@@ -91,9 +100,10 @@ def activations(
         why = shape.not_by_blocks or "block_step keeps no checkpoints on a disk (options.disk)"
         raise ValueError(f"block={run.block}: the model cannot run by blocks: {why}")
     if run.block is not None and run.block * ranks < seq_len:
-        one = activations(
-            _of_block(shape, run.block * ranks, seq_len), run.replace(block=None, options={"on_host": "auto"}), ranks,
-            run.block * ranks, device, room, workspace, capability, held=held,
+        one = functools.partial(
+            activations, _of_block(shape, run.block * ranks, seq_len),
+            run.replace(block=None, options={"on_host": "auto", "host_memory": None}), ranks, run.block * ranks, device,
+            workspace=workspace, capability=capability, held=held,
         )  # fmt: skip
         return _by_blocks(one, shape, run, ranks, seq_len, device, free, room, workspace and device == "cuda")
     element, tokens = element_bytes(run, device), -(-seq_len // ranks) * run.data.batch_size
@@ -234,29 +244,38 @@ def _asked(
 
 
 def _by_blocks(
-    one: Activations, shape: Shape, run: RunConfig, ranks: int, seq_len: int, device: str, free: int | None,
-    room: int | None, gpu: bool,
+    one: Callable[..., Activations], shape: Shape, run: RunConfig, ranks: int, seq_len: int, device: str,
+    free: int | None, room: int | None, gpu: bool,
 ) -> Activations:  # fmt: skip
-    """A model that runs block by block: `one` block is a sample of its own, beside pages of all layers' keys."""
+    """A model that runs block by block (`MemoryPlan.blockwise`): `one` block is a sample of its own, in the host's room
+    that pages of all layers' keys leave."""
     assert run.block is not None
     length, tokens, element = run.block * ranks, run.block * run.data.batch_size, element_bytes(run, device)
-    heads = kv_needed(shape.heads, shape.kv_heads, ranks)
-    page = keys_and_values(tokens * ranks, heads, shape.head_dim + shape.value_dim, element)
-    blocks = -(-seq_len // length)
-    pages = shape.attending * page * (blocks - 1)  # the last block's are never kept
-    size, output = tokens * shape.width * element, output_bytes(shape, tokens, element)
-    kv = kv_on_host(run, shape.layers, size, output, pages, free, room, pages=pages)
-    ahead = 5 / 3 if gpu else 0
-    taken = dict(one.device)
-    taken["attention"] = taken.get("attention", 0) + (round(page * (1 + ahead)) if kv else pages)
-    copied = 0
-    if kv:  # keys and values of the blocks before, for a forward, a recompute and a backward, with the sums
-        visits = blocks * (blocks - 1) // 2
-        copied = round(shape.attending * page * visits * (2 / 3 + 1))
+    heads, blocks = kv_needed(shape.heads, shape.kv_heads, ranks), -(-seq_len // length)
+    kinds = {None: shape.attending - shape.windowed, shape.window: shape.windowed}
+    page = {
+        window: keys_and_values(
+            kept_of_page(length, window) * run.data.batch_size, heads, shape.head_dim + shape.value_dim, element
+        )
+        for window, layers in kinds.items() if layers
+    }  # fmt: skip
+    pages = (blocks - 1) * sum(kinds[window] * nbytes for window, nbytes in page.items())  # the last block keeps none
+    size, output, room = tokens * shape.width * element, output_bytes(shape, tokens, element), host_room(run, room)
+    kv = kv_on_host(run, shape.layers, size, output, pages, free, room, pages=pages, attending=shape.attending)
     host = pages * kv
+    found, ahead = one(room=max(0, room - host)), 5 / 3 if gpu else 0
+    taken = dict(found.device)
+    here = round(max(page.values(), default=0) * (1 + ahead)) if kv else pages
+    taken["attention"] = taken.get("attention", 0) + here
+    copied = {  # of the blocks before, for a forward, a recompute and a backward, with the sums
+        window: kv * round(
+            kinds[window] * nbytes * Streaming().visits(blocks, window and -(-(window - 1) // length)) * (2 / 3 + 1)
+        )
+        for window, nbytes in page.items()
+    }  # fmt: skip
     return replace(
-        one, device=taken, host=one.host + host, host_needed=one.host_needed + host, blocks=blocks,
-        copied=one.copied * blocks + copied, copied_pages=copied, twice=1.0,
+        found, device=taken, host=found.host + host, host_needed=found.host_needed + host, blocks=blocks,
+        copied=found.copied * blocks + sum(copied.values()), copied_pages=copied.get(None, 0), twice=1.0,
     )  # fmt: skip
 
 
