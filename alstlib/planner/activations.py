@@ -96,8 +96,9 @@ def activations(
     run = run.for_width(shape.width)
     if run.chunk is not None:  # samples are side by side: as one that is as long as all
         run = run.replace(options={"chunk": run.chunk * run.data.batch_size})
-    if run.block is not None and (shape.not_by_blocks or run.options.disk is not None):
-        why = shape.not_by_blocks or "block_step keeps no checkpoints on a disk (options.disk)"
+    unknown = "" if run.options.experts_by_token else shape.unknown_experts
+    if run.block is not None and (shape.not_by_blocks or unknown or run.options.disk is not None):
+        why = shape.not_by_blocks or unknown or "block_step keeps no checkpoints on a disk (options.disk)"
         raise ValueError(f"block={run.block}: the model cannot run by blocks: {why}")
     if run.block is not None and run.block * ranks < seq_len:
         one = functools.partial(
@@ -229,18 +230,21 @@ def _asked(
     options, layer = run.options, shape.recurrence and shape.recurrence.layer
     away = streaming.kv and (streaming.hidden or shape.images is not None)
     place = "hidden+kv" if away else "hidden" if streaming.hidden else "none"
+    asked, alike = str(options.attention), {"cudnn", "flash"}  # which take alike, but for their workspaces
+    # flash-attn's packages may not be here; what `apply` refuses is left for it to say
+    auto = asked.startswith(("sdpa", "flash_attention")) or (asked in alike and device == "cuda" and not shape.softcap)
     decided: dict[str, Any] = {
         "tiles": {part: options.tile(part) for part in get_args(TiledPart)}, "checkpoint": options.checkpoint,
         "save_attention": save and options.checkpoint, "offload": bool(options.offload), "chunk": run.chunk,
         "on_host": place if run.chunk is not None else "auto",
         "linear_attention": layer.way(options.linear_attention, ranks) if layer else options.linear_attention,
-        "attention": options.attention if options.attention in ("blockwise", "efficient") else "auto",
+        "attention": "auto" if auto else asked, "experts_by_token": options.experts_by_token,
     }  # fmt: skip
     kernels = {kernel_of(shape, run, device, of) for of in (capability, 9)}
-    alike = 9 if kernels <= {"cudnn", "flash"} else capability  # two that take alike, but for their workspaces
-    asked = RunConfig(model=run.model, options=Options.plain(**decided))
-    images = shape.images is not None and streaming.kv
-    return StepQuestion(asked, ranks, device, alike, images=images)
+    return StepQuestion(
+        RunConfig(model=run.model, options=Options.plain(**decided)), ranks, device,
+        9 if kernels <= alike else capability, images=shape.images is not None and streaming.kv,
+    )  # fmt: skip
 
 
 def _by_blocks(
@@ -309,9 +313,17 @@ def _kept(
 
 def kernel_of(shape: Shape, run: RunConfig, device: str, capability: int = 9) -> str:
     """The kernel of core attention (`backends.BACKENDS`), as `backends.choose_backend` chooses it. `auto` counts as
-    `sdpa`: what is installed is not known."""
-    if run.options.attention not in ("sdpa", "auto"):
-        return str(run.options.attention)
+    `sdpa`: what is installed is not known.
+
+    Raises:
+        ValueError: a kernel for comparison, or of the user's own.
+    """
+    if (asked := run.options.attention) not in ("sdpa", "auto"):
+        if asked == "eager":
+            raise ValueError("attention='eager' is for comparison, and is not planned")
+        if not isinstance(asked, str):
+            raise ValueError("attention of your own is not planned, because what it takes is not known")
+        return asked
     width = max(shape.head_dim, shape.value_dim)
     return sdpa_kernel(device, element_bytes(run, device), width, shape.softcap, capability)
 

@@ -21,7 +21,7 @@ from alstlib.base.units import GIB, format_bytes
 from alstlib.hf.memory_plan import MemoryPlan
 from alstlib.offload import headroom
 from alstlib.offload.host_store import HostOutOfMemory
-from alstlib.planner import devices, preflight
+from alstlib.planner import devices, fits, preflight
 from alstlib.planner.activations import activations
 from alstlib.planner.gpus import label_bytes, rates_of
 from alstlib.planner.machine import Machine, machine_of
@@ -383,6 +383,37 @@ def test_what_block_step_refuses_is_not_planned():
     assert "block by block" not in [way.what for way in Question(odd, OURS, EIGHT).ways()]
     last = Question(EIGHT_B, OURS.replace(options=disk), EIGHT).ways()[-1]
     assert (last.what, last.question.run.options.disk) == ("block by block", None)
+
+
+@pytest.mark.simulates
+def test_experts_of_which_nothing_is_known_are_planned_by_what_the_run_says_of_them(tmp_path, monkeypatch):
+    """As `apply` takes them: not at all over ranks or by blocks, unless `experts_by_token` says that they may be."""
+    monkeypatch.setenv(fits.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr("alstlib.hf.experts.known", lambda moe: False)
+    small = {
+        "num_hidden_layers": 1,
+        "num_experts": 8,
+        "vocab_size": 509,
+        "hidden_size": 64,
+        "moe_intermediate_size": 32,
+    }
+    AutoConfig.for_model("qwen3_moe", **small).save_pretrained(tmp_path)
+    shape, run = read_shape(str(tmp_path)), RunConfig(model={"name": str(tmp_path), "dtype": "bf16"})
+    for one, ranks in ((run, 2), (run.replace(block=32), 1)):
+        check_refused("routes tokens to experts, and may mix them", activations, shape, one, ranks, 128, "cuda")
+        assert activations(shape, one.replace(options={"experts_by_token": True}), ranks, 128, "cuda").peak > 0
+
+
+@pytest.mark.simulates
+@pytest.mark.parametrize("attention, says", [
+    ("eager", "is for comparison, and is not planned"), (lambda *_, **__: None, "of your own is not planned"),
+    ("flash", "does not compute a soft cap"), ("cudnn", "does not compute a soft cap"), ("cpu", "attention='cpu' does"),
+])  # fmt: skip
+def test_a_kernel_that_is_not_planned_or_that_the_run_refuses(attention, says, tmp_path, monkeypatch):
+    monkeypatch.setenv(fits.CACHE_VARIABLE, str(tmp_path / "cache"))
+    AutoConfig.for_model("gemma2", num_hidden_layers=1, vocab_size=512, hidden_size=64).save_pretrained(tmp_path)
+    run = RunConfig(model={"name": str(tmp_path), "dtype": "bf16"}, options={"attention": attention})
+    check_refused(says, activations, read_shape(str(tmp_path)), run, 1, 128, "cuda")
 
 
 def test_labels_are_not_bytes():
