@@ -38,7 +38,7 @@ from alstlib.planner.step_time import (
     step_seconds,
     zero_seconds,
 )
-from alstlib.planner.streaming import least_chunk
+from alstlib.planner.streaming import forward_of, least_chunk
 from alstlib.runs import results
 from alstlib.runs.sweeps import load_spec
 from alstlib.streaming.blocks import Blocks
@@ -341,6 +341,11 @@ def test_a_run_by_blocks_keeps_what_is_planned(kind, save, tmp_path, monkeypatch
     with alstlib.apply(model, options=run.options) as handle:
         plan, blocks = handle.plan, Blocks(shape.layers, tokens, block, 1)
         pages = sum(plan._pages(x, blocks.kept_tokens(keys.window), keys) for keys in handle.facts.keys)
+        counted, own = (
+            replace(one, attending=len(one.attending), tables=0)
+            for one in (forward_of(shape, run, block, 2), plan._forward(x, 0, False))
+        )
+        assert counted == own
         for free, room in itertools.product((pages // 2, 3 * pages), range(0, kept + pages + kept // 8, kept // 24)):
             handle.store.budget = room
             monkeypatch.setattr(headroom, "device_memory", lambda device, free=free: (0, 0, free))
@@ -390,14 +395,8 @@ def test_experts_of_which_nothing_is_known_are_planned_by_what_the_run_says_of_t
     """As `apply` takes them: not at all over ranks or by blocks, unless `experts_by_token` says that they may be."""
     monkeypatch.setenv(fits.CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr("alstlib.hf.experts.known", lambda moe: False)
-    small = {
-        "num_hidden_layers": 1,
-        "num_experts": 8,
-        "vocab_size": 509,
-        "hidden_size": 64,
-        "moe_intermediate_size": 32,
-    }
-    AutoConfig.for_model("qwen3_moe", **small).save_pretrained(tmp_path)
+    small = {"num_hidden_layers": 1, "num_experts": 8, "hidden_size": 64, "moe_intermediate_size": 32}
+    AutoConfig.for_model("qwen3_moe", vocab_size=509, **small).save_pretrained(tmp_path)
     shape, run = read_shape(str(tmp_path)), RunConfig(model={"name": str(tmp_path), "dtype": "bf16"})
     for one, ranks in ((run, 2), (run.replace(block=32), 1)):
         check_refused("routes tokens to experts, and may mix them", activations, shape, one, ranks, 128, "cuda")
