@@ -186,9 +186,9 @@ class Forward:
 
     layers: int
     input_bytes: int
-    """Of one layer's input."""
+    """Bytes of one layer's input."""
     outputs: Sequence[int]
-    """Of one layer's attention output, and of its logsumexp."""
+    """Bytes of one layer's attention output, and of its logsumexp."""
     attending: Sequence[int]
     """The layers that have attention outputs, by their places."""
     save: bool | str
@@ -198,9 +198,9 @@ class Forward:
     travels: bool = False
     """Whether hidden states of chunks lie on the host."""
     tables: int = 0
-    """Those for all layers beside hidden states that travel."""
+    """Bytes for all layers beside hidden states that travel."""
     pages: int = 0
-    """Of keys and values, with the sums of their gradients: of one layer in chunks, of all layers in blocks."""
+    """Bytes of keys and values, with the sums of their gradients: one layer's with chunks, all layers' with blocks."""
 
     def keys_on_host(
         self, place: str, free: int | None, room: int, largest: Callable[[Sequence[int]], list[int]] = list
