@@ -27,9 +27,8 @@ from torch import nn
 from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridPreTrainedModel
 
 import alstlib
-from alstlib.base.sizing import kept_with_disk
+from alstlib.base.sizing import Forward
 from alstlib.data.loader import SPDataLoader
-from alstlib.hf import memory_plan
 from alstlib.planner.measure.verify import in_full
 
 EXACT = {torch.float64: (1e-10, 1e-10), torch.float32: (1e-6, 1e-5)}
@@ -280,7 +279,8 @@ def backward(engine, batch, kind, block, last):
 @contextlib.contextmanager
 def full_host():
     """What a forward keeps on the host is decided as if the host had no room: few layers keep their inputs."""
-    with mock.patch.object(memory_plan, "kept_with_disk", lambda room, *how, **more: kept_with_disk(0, *how, **more)):
+    kept = Forward.kept
+    with mock.patch.object(Forward, "kept", lambda forward, room, disk=0: kept(forward, 0, disk)):
         yield
 
 

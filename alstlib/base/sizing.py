@@ -9,8 +9,9 @@ import os
 from bisect import bisect_left
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -161,80 +162,121 @@ def _job_has(env: Mapping[str, str]) -> Iterator[int]:
             yield int(each) * int(many) * 2**20
 
 
-def kept_on_host(
-    room: int, layers: int, input_bytes: int, output_bytes: int, save: bool | str, *, streamed: bool = False,
-    travels: bool = False, tables: int = 0, pages: int = 0, attending: int | None = None,
-) -> tuple[int, int, int]:  # fmt: skip
-    """How a forward uses `room` bytes of host memory: inputs are kept every k layers, k the smallest that fits;
-    attention outputs of all layers with `save` True, of none with False, and with `auto` of as many as fit beside the
-    inputs.
-
-    Where hidden states of chunks lie there (`travels`), three tensors of an input's size are there beside the inputs at
-    the loss (the last output, the norm's and a gradient), and in a layer's backward the k - 1 inputs that are made
-    again, two gradients and the pages.
-
-    Args:
-        streamed: the layers run in chunks.
-        tables: bytes for all layers beside hidden states that travel.
-        pages: bytes of one layer's keys and values there, with the sums of their gradients.
-        attending: layers that have attention outputs; None: all.
-
-    Returns:
-        (k, layers whose outputs are kept, bytes of what must be there: all but outputs that `auto` keeps). Where
-        nothing fits, the k that needs least.
-    """
-    attending = layers if attending is None else attending
-    outputs = attending if save is True else 0
-
-    def needed(k: int) -> int:
-        inputs, kept = -(-layers // k), outputs * output_bytes
-        if travels:
-            return max((inputs + 3) * input_bytes, (inputs + k + 1) * input_bytes + pages) + tables + kept
-        return inputs * input_bytes + pages + kept
-
-    ways = range(1, layers + 1)
-    every = next((k for k in ways if needed(k) <= room), min(ways, key=needed))
-    if streamed and not travels and every > 1:  # layers whose inputs lie on the device
-        return 1, outputs, needed(1)
-    needs = needed(every)
-    if save == "auto":
-        outputs = max(0, min(attending, (room - needs) // output_bytes))
-    return every, outputs, needs
-
-
 STAGED = 3
 """Layers whose checkpoints are on the host on their way to a disk or back: one that is read by backward, and two ahead
 of it."""
 
 
-def kept_with_disk(
-    room: int, disk: int, layers: int, input_bytes: int, output_bytes: int, save: bool | str, **how: Any
-) -> tuple[int, int, int, bool]:
-    """`kept_on_host` with so many bytes of a `disk` under the host, which take what the host has no room for.
+class Kept(NamedTuple):
+    """What a forward keeps on the host, or on host and disk."""
 
-    The disk is used where every layer's input then finds room, and the host has room for what is on its way. Otherwise
-    the host keeps what it can by itself.
+    every: int
+    """The input of one layer in so many."""
+    outputs: int
+    """Layers whose attention outputs are kept."""
+    needed: int
+    """Bytes of what must be there: all but outputs that `auto` keeps."""
+    staged: bool = False
+    """Whether the disk is used."""
 
-    Args:
-        how: the other arguments of `kept_on_host`.
 
-    Returns:
-        The three numbers of `kept_on_host`, of host and disk together, and whether the disk is used.
-    """
-    alone = kept_on_host(room, layers, input_bytes, output_bytes, save, **how)
-    attending = how.get("attending")
-    wanted = (layers if attending is None else attending) if save else 0
-    if not disk or (alone[0] == 1 and alone[1] >= wanted and alone[2] <= room):
-        return *alone, False
-    for outputs in ("auto", False) if save == "auto" else (save,):
-        staged = STAGED * (input_bytes + output_bytes * bool(outputs))
-        both = room - staged + disk
-        every, kept, needed = kept_on_host(both, layers, input_bytes, output_bytes, outputs, **how)
-        stays = needed - layers * input_bytes - output_bytes * wanted * (outputs is True)
-        better = alone[2] > room or (every, -kept) < (alone[0], -alone[1])
-        if better and every == 1 and needed <= both and stays + staged <= room:
-            return every, kept, needed, True
-    return *alone, False
+@dataclass(frozen=True, kw_only=True)
+class Forward:
+    """What the layers of a rank's forward make that their backward needs, in bytes: what of it is kept where."""
+
+    layers: int
+    input_bytes: int
+    """Bytes of one layer's input."""
+    outputs: Sequence[int]
+    """Bytes of one layer's attention output, and of its logsumexp."""
+    attending: Sequence[int]
+    """The layers that have attention outputs, by their places."""
+    save: bool | str
+    """`Options.save_attention`."""
+    chunks: int = 0
+    """How many the layers run in; 0: they run whole."""
+    travels: bool = False
+    """Whether hidden states of chunks lie on the host."""
+    tables: int = 0
+    """Bytes for all layers beside hidden states that travel."""
+    pages: int = 0
+    """Bytes of keys and values, with the sums of their gradients: one layer's with chunks, all layers' with blocks."""
+
+    def keys_on_host(
+        self, place: str, free: int | None, room: int, largest: Callable[[Sequence[int]], list[int]] = list
+    ) -> bool:
+        """Whether keys and values lie on the host: with the place `auto` where they would take more than their share of
+        the device, and either the host has room for them or the device has not.
+
+        Args:
+            free: the device's bytes that are free; None: not known, or it shall not matter.
+            room: bytes of the host for all that is kept.
+            largest: what makes ranks agree: it gives the largest of each number.
+        """
+        if place != "auto" or free is None:
+            return place == "host"
+        numbers = self.pages - int(KV_SHARE * free), self.kept(room).needed - room, self.pages - free
+        short, lacking, over = largest(numbers)
+        return short > 0 and (lacking <= 0 or over > 0)
+
+    def kept(self, room: int, disk: int = 0) -> Kept:
+        """How the forward uses `room` bytes of host memory, with so many bytes of a `disk` under the host, which take
+        what the host has no room for.
+
+        The disk is used where every layer's input then finds room, and the host has room for what is on its way.
+        Otherwise the host keeps what it can by itself: inputs every k layers, k the smallest that fits (where nothing
+        fits, the k that needs least); attention outputs of all layers with `save` True, of none with False, and with
+        `auto` of as many as fit beside the inputs.
+        """
+        alone, output = self._alone(room), sum(self.outputs)
+        wanted = len(self.attending) if self.save else 0
+        if not disk or (alone.every == 1 and alone.outputs >= wanted and alone.needed <= room):
+            return alone
+        for save in ("auto", False) if self.save == "auto" else (self.save,):
+            staged = STAGED * (self.input_bytes + output * bool(save))
+            both = room - staged + disk
+            found = replace(self, save=save)._alone(both)
+            stays = found.needed - self.layers * self.input_bytes - output * wanted * (save is True)
+            better = alone.needed > room or (found.every, -found.outputs) < (alone.every, -alone.outputs)
+            if better and found.every == 1 and found.needed <= both and stays + staged <= room:
+                return found._replace(staged=True)
+        return alone
+
+    def _alone(self, room: int) -> Kept:
+        """`kept` without a disk.
+
+        Where hidden states of chunks lie on the host, three tensors of an input's size are there beside the inputs at
+        the loss (the last output, the norm's and a gradient), and in a layer's backward the k - 1 inputs that are made
+        again, two gradients and the pages.
+        """
+        size, many = self.input_bytes, len(self.attending)
+        outputs = many if self.save is True else 0
+
+        def needed(k: int) -> int:
+            inputs, kept = -(-self.layers // k), outputs * sum(self.outputs)
+            if self.travels:
+                return max((inputs + 3) * size, (inputs + k + 1) * size + self.pages) + self.tables + kept
+            return inputs * size + self.pages + kept
+
+        ways = range(1, self.layers + 1)
+        every = next((k for k in ways if needed(k) <= room), min(ways, key=needed))
+        if self.chunks and not self.travels and every > 1:  # layers whose inputs lie on the device
+            return Kept(1, outputs, needed(1))
+        needs = needed(every)
+        if self.save == "auto":
+            outputs = max(0, min(many, (room - needs) // sum(self.outputs)))
+        return Kept(every, outputs, needs)
+
+    def sent(self, kept: Kept, room: int) -> tuple[int, Spread, int, int]:
+        """(bytes of the host that the forward may take, what says of each tensor whether it stays there, bytes on the
+        disk, host bytes that are on their way at most)."""
+        outputs = kept.outputs * sum(self.outputs)
+        needed = kept.needed + outputs * (self.save == "auto")
+        if not kept.staged:
+            return needed, Spread(0, 1), 0, 0
+        others, saved = needed - self.layers * self.input_bytes - outputs, self.attending[: kept.outputs]
+        spread, away, moving = sent_away(room, others, self.layers, self.input_bytes, self.outputs, saved, self.chunks)
+        return needed - away + moving, spread, away, moving
 
 
 PAGE = 4096
@@ -307,29 +349,16 @@ def sent_away(
     return spread, gone, min(moving, max(0, room - others - movable + gone))
 
 
-def keys_leave(keys: int, free: int, lacking: int) -> tuple[int, int, int]:
-    """The numbers that decide with `on_host="auto"` whether keys and values lie on the host (`keys_left`). Ranks agree
-    on the largest of each.
-
-    Args:
-        keys: their bytes.
-        free: the device's bytes that are free.
-        lacking: bytes that the host lacks for what it would then need.
-    """
-    return keys - int(KV_SHARE * free), lacking, keys - free
-
-
-def keys_left(short: int, lacking: int, over: int) -> bool:
-    """Whether keys and values lie on the host: where they would take more than their share of the device, and either
-    the host has room for them or the device has not."""
-    return short > 0 and (lacking <= 0 or over > 0)
-
-
 def page_keys(chunk: int, length: int) -> int:
     """Keys of a page, where chunks of `chunk` tokens of all ranks attend to sequences of `length`: a whole number of
     chunks, one that is large enough for a kernel or a few that are."""
     keys = min(keys_of_a_call(chunk, length, KEYS_PER_QUERY), max(LEAST_KEYS, chunk))
     return min(-(-length // chunk), -(-keys // chunk)) * chunk
+
+
+def kept_of_page(tokens: int, window: int | None) -> int:
+    """Tokens at most of a page of so many that tokens after it see, in a layer with a window of so many keys."""
+    return tokens if window is None else min(tokens, window - 1)
 
 
 KEYS_PER_QUERY = 4

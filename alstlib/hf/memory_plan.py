@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from alstlib.base.mesh import SPContext
 from alstlib.base.options import Options
-from alstlib.base.sizing import Spread, kept_with_disk, keys_and_values, keys_leave, keys_left, kv_needed, sent_away
+from alstlib.base.sizing import Forward, keys_and_values, kv_needed
 from alstlib.hf.dry_run import Keys
 from alstlib.hf.support import Facts
 from alstlib.linear.adapters import mixers_of
@@ -60,35 +60,28 @@ class MemoryPlan:
         Raises:
             HostOutOfMemory: on every rank, where on some rank what must be kept does not fit.
         """
-        options, store, layers, attending = self.options, self.store, len(self.facts.layers), self.facts.attending
-        output, many = sum(self._output(x)), max(1, len(attending))
+        options, store, forward = self.options, self.store, self._forward(x, pages, travels)
+        many = max(1, len(forward.attending))
         if not options.offload:
-            self.inputs_kept_every, self.attention_kept = 1, self._kept_on_device(x, output) / many
+            kept = self._kept_on_device(x, sum(forward.outputs))
+            self.inputs_kept_every, self.attention_kept = 1, kept / many
             return
-        simulated, disk = isinstance(x, FakeTensor), store.disk_room()
-        every, outputs, needed, staged, room = self._host_keeps(x, pages, travels, disk)
-        if options.disk is not None and not simulated and self.ctx.largest([int(every > 1 or needed > room + disk)])[0]:
-            every, outputs, needed, staged, room = self._host_keeps(x, pages, travels)
+        simulated, disk, room = isinstance(x, FakeTensor), store.disk_room(), self._room(travels)
+        found = forward.kept(room, disk)
+        lacks = int(found.every > 1 or found.needed > room + disk)
+        if options.disk is not None and not simulated and self.ctx.largest([lacks])[0]:
+            found = forward.kept(room)
             self._note(f"the disk in {options.disk.folder!r} has too little room, or the host for what is on its way")
         if not simulated:
-            every, negative = self._on_all_hosts(0 if staged else needed - room, every, -outputs)
-            outputs = -negative
-        if options.save_attention == "auto":
-            needed += outputs * output
-        movable = layers * x.nbytes + outputs * output
-        spread, away, moving = Spread(0, 1), 0, 0
-        if staged:
-            chunk = options.chunk_for(x.shape[-1])
-            spread, away, moving = sent_away(
-                room, needed - movable, layers, x.nbytes, self._output(x), attending[:outputs],
-                -(-x.shape[1] // chunk) if chunk else 0,
-            )  # fmt: skip
-        self._needed = needed - away + moving
+            lacking = 0 if found.staged else found.needed - room
+            every, negative = self._on_all_hosts(lacking, found.every, -found.outputs)
+            found = found._replace(every=every, outputs=-negative)
+        self._needed, spread, away, moving = forward.sent(found, room)
         there = store.leased if travels else 0
         store.reserve(self._needed - there, room - there, x.nbytes)
         if isinstance(store, DiskStore):
             store.share(spread, away, moving)
-        self.attention_kept, self.inputs_kept_every = outputs / many, every
+        self.attention_kept, self.inputs_kept_every = found.outputs / many, found.every
         self._say(x.nbytes, travels)
 
     def chunked(self, x: Tensor, device: torch.device, travels: bool, train: bool) -> None:
@@ -128,21 +121,21 @@ class MemoryPlan:
         attending = self.facts.attending
         return index in attending[: round(self.attention_kept * len(attending))]
 
-    def _output(self, x: Tensor) -> tuple[int, int]:
-        """Bytes of one layer's attention output on this rank, and of its logsumexp."""
-        rows = x.shape[0] * x.shape[1] * self.facts.output.heads
-        return rows * self.facts.output.value_width * x.element_size(), rows * 4
-
-    def _host_keeps(self, x: Tensor, pages: int, travels: bool, disk: int = 0) -> tuple[int, int, int, int, int]:
-        """`sizing.kept_with_disk` of a forward, and the room that this rank's host has for it."""
-        size, room = x.nbytes, self.store.room() + self.store.unused
-        room += self.store.leased * travels  # the first layer's input, and what goes with it to every layer
-        found = kept_with_disk(
-            room, disk, len(self.facts.layers), size, sum(self._output(x)), self.options.save_attention,
-            streamed=self.options.chunk is not None, travels=travels, tables=max(0, self.store.leased - size),
-            pages=pages, attending=len(self.facts.attending),
+    def _forward(self, x: Tensor, pages: int, travels: bool) -> Forward:
+        """What the layers make on this rank, of which x is the first layer's input."""
+        facts, options, element = self.facts, self.options, x.element_size()
+        rows, chunk = x.shape[0] * x.shape[1] * facts.output.heads, options.chunk_for(x.shape[-1])
+        return Forward(
+            layers=len(facts.layers), attending=facts.attending, save=options.save_attention, input_bytes=x.nbytes,
+            outputs=(rows * facts.output.value_width * element, rows * 4),
+            chunks=-(-x.shape[1] // chunk) if chunk else 0, travels=travels,
+            tables=max(0, self.store.leased - x.nbytes), pages=pages,
         )  # fmt: skip
-        return *found, room
+
+    def _room(self, travels: bool) -> int:
+        """Bytes that this rank's host has for a forward: also what the first layer's input takes where it is there, and
+        what goes with it to every layer."""
+        return self.store.room() + self.store.unused + self.store.leased * travels
 
     def _pages(self, x: Tensor, tokens: int, keys: Keys) -> int:
         """Bytes of one layer's keys and values of so many tokens on this rank, with the sums of their gradients."""
@@ -151,12 +144,10 @@ class MemoryPlan:
 
     def _place_keys(self, x: Tensor, device: torch.device, keys: int, beside: int = 0, travels: bool = False) -> int:
         """Decide where keys and values of so many bytes lie, alike on all ranks; returns those on the host."""
-        place = self.options.place("kv")
-        self.kv_on_host = place == "host"
-        decided = place != "auto" or not self.options.offload or isinstance(x, FakeTensor)
-        if not decided and (memory := headroom.device_memory(device)) is not None:
-            *_, needed, _, room = self._host_keeps(x, keys, travels)
-            self.kv_on_host = keys_left(*self.ctx.largest(keys_leave(keys, memory[2] - beside, needed - room)))
+        memory = headroom.device_memory(device) if self.options.offload and not isinstance(x, FakeTensor) else None
+        self.kv_on_host = self._forward(x, keys, travels).keys_on_host(
+            self.options.place("kv"), memory and memory[2] - beside, self._room(travels), self.ctx.largest
+        )
         return keys if self.kv_on_host else 0
 
     def _kept_on_device(self, x: Tensor, output: int) -> int:

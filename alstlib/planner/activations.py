@@ -3,16 +3,17 @@ of a simulated step (`fits`). Without torch."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from alstlib.base.config import RunConfig
 from alstlib.base.options import Options, TiledPart
-from alstlib.base.sizing import kept_on_host, kept_with_disk, keys_and_values, kv_needed, sdpa_kernel, sent_away
+from alstlib.base.sizing import Forward, Kept, kept_of_page, keys_and_values, kv_needed, sdpa_kernel
 from alstlib.planner.fits import Lines, Moment, StepQuestion, element_bytes, in_layer, lines_at, part_of, tower_of
 from alstlib.planner.model_shapes import Shape
-from alstlib.planner.streaming import Streaming, copied_bytes, host_room, kv_on_host, output_bytes, streaming_of
+from alstlib.planner.streaming import PLENTY, Streaming, copied_bytes, forward_of, keys_on_host, streaming_of
 
 FLASH_2 = ("flash", "flash_attention_2")
 """Kernels of flash-attn 2: PyTorch's and its own."""
@@ -85,24 +86,28 @@ def activations(
         ValueError: a model or an option that `apply` refuses.
     """
     run = run.for_width(shape.width)
+    room = run.options.host_memory or (PLENTY if room is None else room)
     if run.chunk is not None:  # samples are side by side: as one that is as long as all
         run = run.replace(options={"chunk": run.chunk * run.data.batch_size})
-    if run.block is not None and (shape.not_by_blocks or run.options.disk is not None):
-        why = shape.not_by_blocks or "block_step keeps no checkpoints on a disk (options.disk)"
+    unknown = "" if run.options.experts_by_token else shape.unknown_experts
+    if run.block is not None and (shape.not_by_blocks or unknown or run.options.disk is not None):
+        why = shape.not_by_blocks or unknown or "block_step keeps no checkpoints on a disk (options.disk)"
         raise ValueError(f"block={run.block}: the model cannot run by blocks: {why}")
     if run.block is not None and run.block * ranks < seq_len:
-        one = activations(
-            _of_block(shape, run.block * ranks, seq_len), run.replace(block=None, options={"on_host": "auto"}), ranks,
-            run.block * ranks, device, room, workspace, capability, held=held,
+        one = functools.partial(
+            activations, _of_block(shape, run.block * ranks, seq_len),
+            run.replace(block=None, options={"on_host": "auto", "host_memory": None}), ranks, run.block * ranks, device,
+            workspace=workspace, capability=capability, held=held,
         )  # fmt: skip
         return _by_blocks(one, shape, run, ranks, seq_len, device, free, room, workspace and device == "cuda")
     element, tokens = element_bytes(run, device), -(-seq_len // ranks) * run.data.batch_size
     chunk = min(tokens, run.chunk or tokens)
-    size, output = tokens * shape.width * element, output_bytes(shape, tokens, element)
-    streaming = streaming_of(shape, run, ranks, tokens, element, free, room) if chunk < tokens else Streaming()
     tower, seen, on_host = _tower(shape, run, ranks, device, element)
-    room = None if room is None else max(0, room - on_host)
-    every, outputs, host, needed, away, short = _kept(run, shape, size, output, room, streaming, disk, tokens)
+    room = max(0, room - on_host)
+    streaming = streaming_of(shape, run, ranks, tokens, element, free, room) if chunk < tokens else Streaming()
+    forward = forward_of(shape, run, tokens, element, streaming.hidden, streaming.keys * streaming.kv)
+    saved, host, needed, away, short = _kept(forward, run, room, disk)
+    every, outputs = saved.every, saved.outputs
     kernel, gpu = kernel_of(shape, run, device, capability), workspace and device == "cuda"
     taken = kernel_workspace(shape, kernel, chunk, run.data.packed) if gpu else 0.0
     pages = streaming.keys * streaming.ahead if gpu and streaming.kv else 0.0
@@ -127,12 +132,11 @@ def activations(
 
     best, place, part = _largest(lines, tokens, held, beside)
     if every > 1 and not streaming.hidden:  # a segment's inputs, made again, are on the device, with their outputs
-        best["checkpoints"] = best.get("checkpoints", 0.0) + (every - 1) * (size + output)
+        best["checkpoints"] = best.get("checkpoints", 0.0) + (every - 1) * (forward.input_bytes + sum(forward.outputs))
     chunks = tokens / chunk
     return Activations(
         _bytes(best), place, part, host + on_host, needed + on_host, outputs / max(1, shape.attending), every, kernel,
-        streaming.hidden, 2 * on_host
-        + copied_bytes(run, shape.layers, every, size, outputs * output, streaming, chunks, shape.attending),
+        streaming.hidden, 2 * on_host + copied_bytes(run, forward, saved, streaming, chunks),
         streaming.attention_share(chunks), away, short,
     )  # fmt: skip
 
@@ -219,80 +223,84 @@ def _asked(
     options, layer = run.options, shape.recurrence and shape.recurrence.layer
     away = streaming.kv and (streaming.hidden or shape.images is not None)
     place = "hidden+kv" if away else "hidden" if streaming.hidden else "none"
+    asked, alike = str(options.attention), {"cudnn", "flash"}  # which take alike, but for their workspaces
+    # flash-attn's packages may not be here; what `apply` refuses is left for it to say
+    auto = asked.startswith(("sdpa", "flash_attention")) or (asked in alike and device == "cuda" and not shape.softcap)
     decided: dict[str, Any] = {
         "tiles": {part: options.tile(part) for part in get_args(TiledPart)}, "checkpoint": options.checkpoint,
         "save_attention": save and options.checkpoint, "offload": bool(options.offload), "chunk": run.chunk,
         "on_host": place if run.chunk is not None else "auto",
         "linear_attention": layer.way(options.linear_attention, ranks) if layer else options.linear_attention,
-        "attention": options.attention if options.attention in ("blockwise", "efficient") else "auto",
+        "attention": "auto" if auto else asked, "experts_by_token": options.experts_by_token,
     }  # fmt: skip
     kernels = {kernel_of(shape, run, device, of) for of in (capability, 9)}
-    alike = 9 if kernels <= {"cudnn", "flash"} else capability  # two that take alike, but for their workspaces
-    asked = RunConfig(model=run.model, options=Options.plain(**decided))
-    images = shape.images is not None and streaming.kv
-    return StepQuestion(asked, ranks, device, alike, images=images)
-
-
-def _by_blocks(
-    one: Activations, shape: Shape, run: RunConfig, ranks: int, seq_len: int, device: str, free: int | None,
-    room: int | None, gpu: bool,
-) -> Activations:  # fmt: skip
-    """A model that runs block by block: `one` block is a sample of its own, beside pages of all layers' keys."""
-    assert run.block is not None
-    length, tokens, element = run.block * ranks, run.block * run.data.batch_size, element_bytes(run, device)
-    heads = kv_needed(shape.heads, shape.kv_heads, ranks)
-    page = keys_and_values(tokens * ranks, heads, shape.head_dim + shape.value_dim, element)
-    blocks = -(-seq_len // length)
-    pages = shape.attending * page * (blocks - 1)  # the last block's are never kept
-    size, output = tokens * shape.width * element, output_bytes(shape, tokens, element)
-    kv = kv_on_host(run, shape.layers, size, output, pages, free, room, pages=pages)
-    ahead = 5 / 3 if gpu else 0
-    taken = dict(one.device)
-    taken["attention"] = taken.get("attention", 0) + (round(page * (1 + ahead)) if kv else pages)
-    copied = 0
-    if kv:  # keys and values of the blocks before, for a forward, a recompute and a backward, with the sums
-        visits = blocks * (blocks - 1) // 2
-        copied = round(shape.attending * page * visits * (2 / 3 + 1))
-    host = pages * kv
-    return replace(
-        one, device=taken, host=one.host + host, host_needed=one.host_needed + host, blocks=blocks,
-        copied=one.copied * blocks + copied, copied_pages=copied, twice=1.0,
+    return StepQuestion(
+        RunConfig(model=run.model, options=Options.plain(**decided)), ranks, device,
+        9 if kernels <= alike else capability, images=shape.images is not None and streaming.kv,
     )  # fmt: skip
 
 
-def _kept(
-    run: RunConfig, shape: Shape, size: int, output: int, free: int | None, streaming: Streaming, disk: int, tokens: int
-) -> tuple[int, int, int, int, int, bool]:
-    """What `MemoryPlan` decides: of how many layers one input is kept, layers whose attention outputs are kept, host
-    bytes of both, the least host bytes that would do, bytes on the disk, and whether that is too small. What `auto`
-    keeps on a GPU, where only room is taken that nothing else needs, is not foretold."""
-    layers, attending, save = shape.layers, shape.attending, run.options.save_attention
-    if not (run.options.checkpoint and run.options.offload):
-        return 1, attending if run.options.checkpoint and save is True else 0, 0, 0, 0, False
-    room = host_room(run, free)
-    how: dict[str, Any] = {
-        "streamed": run.chunk is not None, "travels": streaming.hidden, "tables": streaming.tables,
-        "pages": streaming.keys * streaming.kv, "attending": attending,
+def _by_blocks(
+    one: Callable[..., Activations], shape: Shape, run: RunConfig, ranks: int, seq_len: int, device: str,
+    free: int | None, room: int, gpu: bool,
+) -> Activations:  # fmt: skip
+    """A model that runs block by block (`MemoryPlan.blockwise`): `one` block is a sample of its own, in the host's room
+    that pages of all layers' keys leave."""
+    assert run.block is not None
+    length, tokens, element = run.block * ranks, run.block * run.data.batch_size, element_bytes(run, device)
+    heads, blocks = kv_needed(shape.heads, shape.kv_heads, ranks), -(-seq_len // length)
+    kinds = {None: shape.attending - shape.windowed, shape.window: shape.windowed}
+    page = {
+        window: keys_and_values(
+            kept_of_page(length, window) * run.data.batch_size, heads, shape.head_dim + shape.value_dim, element
+        )
+        for window, layers in kinds.items() if layers
     }  # fmt: skip
-    every, outputs, needs, staged = kept_with_disk(room, disk, layers, size, output, save, **how)
-    least = kept_on_host(0, layers, size, output, save, **how)[2]
-    needs += outputs * output if save == "auto" else 0
-    host, away = needs, 0
-    if staged:
-        movable, sums = layers * size + outputs * output, 4 * tokens * shape.heads
-        kept = {round((i + 0.5) * layers / attending - 0.5) for i in range(outputs)}
-        chunks = -(-tokens // run.chunk) if run.chunk and run.chunk < tokens else 0
-        _, away, moving = sent_away(room, needs - movable, layers, size, (output - sums, sums), kept, chunks)
-        host += moving - away
-    short = bool(disk) and not staged and kept_with_disk(room, 2**62, layers, size, output, save, **how)[3]
-    return every, outputs, host, host if staged else least, away, short
+    pages = (blocks - 1) * sum(kinds[window] * nbytes for window, nbytes in page.items())  # the last block keeps none
+    kv = keys_on_host(run, forward_of(shape, run, tokens, element, pages=pages), free, room)
+    host = pages * kv
+    found, ahead = one(room=max(0, room - host)), 5 / 3 if gpu else 0
+    taken = dict(found.device)
+    here = round(max(page.values(), default=0) * (1 + ahead)) if kv else pages
+    taken["attention"] = taken.get("attention", 0) + here
+    copied = {  # of the blocks before, for a forward, a recompute and a backward, with the sums
+        window: kv * round(
+            kinds[window] * nbytes * Streaming().visits(blocks, window and -(-(window - 1) // length)) * (2 / 3 + 1)
+        )
+        for window, nbytes in page.items()
+    }  # fmt: skip
+    return replace(
+        found, device=taken, host=found.host + host, host_needed=found.host_needed + host, blocks=blocks,
+        copied=found.copied * blocks + sum(copied.values()), copied_pages=copied.get(None, 0), twice=1.0,
+    )  # fmt: skip
+
+
+def _kept(forward: Forward, run: RunConfig, room: int, disk: int) -> tuple[Kept, int, int, int, bool]:
+    """What `MemoryPlan` decides: what is kept, its bytes on the host, the least host bytes that would do, bytes on the
+    disk, and whether that is too small. What `auto` keeps on a GPU, where only room is taken that nothing else needs,
+    is not foretold."""
+    if not run.options.offload:
+        return Kept(1, len(forward.attending) * (run.options.checkpoint and forward.save is True), 0), 0, 0, 0, False
+    kept = forward.kept(room, disk)
+    host, _, away, _ = forward.sent(kept, room)
+    if kept.staged:
+        return kept, host, host, away, False
+    return kept, host, forward.kept(0).needed, 0, bool(disk) and forward.kept(room, PLENTY).staged
 
 
 def kernel_of(shape: Shape, run: RunConfig, device: str, capability: int = 9) -> str:
     """The kernel of core attention (`backends.BACKENDS`), as `backends.choose_backend` chooses it. `auto` counts as
-    `sdpa`: what is installed is not known."""
-    if run.options.attention not in ("sdpa", "auto"):
-        return str(run.options.attention)
+    `sdpa`: what is installed is not known.
+
+    Raises:
+        ValueError: a kernel for comparison, or of the user's own.
+    """
+    if (asked := run.options.attention) not in ("sdpa", "auto"):
+        if asked == "eager":
+            raise ValueError("attention='eager' is for comparison, and is not planned")
+        if not isinstance(asked, str):
+            raise ValueError("attention of your own is not planned, because what it takes is not known")
+        return asked
     width = max(shape.head_dim, shape.value_dim)
     return sdpa_kernel(device, element_bytes(run, device), width, shape.softcap, capability)
 

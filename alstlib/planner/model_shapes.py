@@ -109,6 +109,8 @@ class Shape:
     """What layers with a state have; None: the model has none of them."""
     not_by_blocks: str = ""
     """Why it cannot run block by block; empty where it can."""
+    unknown_experts: str = ""
+    """What of it needs `experts_by_token` to run in parts; empty where nothing does."""
     images: Images | None = None
     """The images of each sample; None: text alone."""
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from alstlib.base.config import RunConfig
-from alstlib.base.sizing import kept_on_host, keys_and_values, keys_leave, keys_left, kv_needed, page_keys
+from alstlib.base.sizing import Forward, Kept, keys_and_values, kv_needed, page_keys
 from alstlib.planner.gpus import Rates
 from alstlib.planner.model_shapes import Shape
+
+PLENTY = 2**62
+"""Bytes of a memory whose size is not told."""
 
 
 @dataclass(frozen=True)
@@ -19,8 +21,6 @@ class Streaming:
 
     hidden: bool = False
     kv: bool = False
-    tables: int = 0
-    """Bytes of rotary tables on the host."""
     keys: int = 0
     """Bytes of one layer's keys and values, with the sums of their gradients."""
     page: float = 0.0
@@ -51,53 +51,46 @@ class Streaming:
         return min(1.0, self.page * (2 + 5 / 3)) - min(1.0, self.page * 2)
 
 
-def output_bytes(shape: Shape, tokens: int, element: int) -> int:
-    """Bytes of one layer's attention output and its sums."""
-    return tokens * shape.heads * (shape.value_dim * element + 4)
+def forward_of(
+    shape: Shape, run: RunConfig, tokens: int, element: int, travels: bool = False, pages: int = 0
+) -> Forward:  # fmt: skip
+    """What the layers make of so many tokens of a rank, as `MemoryPlan` counts it."""
+    many, layers = shape.attending, shape.layers
+    return Forward(
+        layers=layers, attending=[round((i + 0.5) * layers / many - 0.5) for i in range(many)],
+        save=run.options.save_attention, input_bytes=tokens * shape.width * element,
+        outputs=(tokens * shape.heads * shape.value_dim * element, 4 * tokens * shape.heads),
+        chunks=-(-tokens // run.chunk) if run.chunk else 0, travels=travels,
+        tables=2 * tokens * shape.head_dim * element, pages=pages,
+    )  # fmt: skip
 
 
-def host_room(run: RunConfig, room: int | None) -> int:
-    """Bytes of a host that checkpoints may take, of `room`; None for plenty."""
-    return run.options.host_memory if run.options.host_memory is not None else 2**62 if room is None else room
-
-
-def kv_on_host(
-    run: RunConfig, layers: int, size: int, output: int, keys: int, free: int | None, room: int | None, **how: Any
-) -> bool:
-    """Do keys and values lie on the host? `how` goes to `sizing.kept_on_host`."""
-    if run.options.place("kv") != "auto" or not run.options.offload or free is None:
-        return run.options.place("kv") == "host"
-    room = host_room(run, room)
-    needed = kept_on_host(room, layers, size, output, run.options.save_attention, **how)[2]
-    return keys_left(*keys_leave(keys, free, needed - room))
+def keys_on_host(run: RunConfig, forward: Forward, free: int | None, room: int) -> bool:
+    """Whether keys and values lie on the host."""
+    return forward.keys_on_host(run.options.place("kv"), free if run.options.offload else None, room)
 
 
 def streaming_of(
-    shape: Shape, run: RunConfig, ranks: int, tokens: int, element: int, free: int | None, room: int | None = None
+    shape: Shape, run: RunConfig, ranks: int, tokens: int, element: int, free: int | None, room: int = PLENTY
 ) -> Streaming:
-    """What `hf.hidden_states.travels` and `MemoryPlan` decide, with `free` bytes of a device and `room` bytes of
-    a host; None for plenty."""
+    """What `hf.hidden_states.travels` and `MemoryPlan` decide, with `free` bytes of a device (None for plenty) and
+    `room` bytes of a host."""
     assert run.chunk is not None
     hidden = bool(run.options.offload) and run.options.place("hidden") != "device" and bool(run.options.tile("loss"))
     hidden = hidden and shape.images is None
     heads = kv_needed(shape.heads, shape.kv_heads, ranks)
     keys = keys_and_values(tokens * ranks, heads, shape.head_dim + shape.value_dim, element)
-    tables = 2 * tokens * shape.head_dim * element if hidden else 0
-    size, output = tokens * shape.width * element, output_bytes(shape, tokens, element)
-    how = {"streamed": True, "travels": hidden, "tables": tables, "pages": keys, "attending": shape.attending}
-    free = free if hidden or free is None else free - 2 * size  # a layer's input and a gradient
-    kv = kv_on_host(run, shape.layers, size, output, keys, free, room, **how)
+    forward = forward_of(shape, run, tokens, element, hidden, keys)
+    free = free if hidden or free is None else free - 2 * forward.input_bytes  # a layer's input and a gradient
+    kv = keys_on_host(run, forward, free, room)
     sparse = run.contrib.sparse or {}
     page = sparse.get("page") or page_keys(run.chunk * ranks, tokens * ranks)
     ends = sparse.get("first", 1) + sparse.get("last", 1)  # as in `contrib.sparse`
     seen = (ends + sparse["top"], ends + sparse["top"] * heads) if sparse else (None, None)
-    return Streaming(hidden, kv, tables, keys, page / (tokens * ranks), page // (run.chunk * ranks), *seen)
+    return Streaming(hidden, kv, keys, page / (tokens * ranks), page // (run.chunk * ranks), *seen)
 
 
-def copied_bytes(
-    run: RunConfig, layers: int, every: int, size: int, outputs: int, streaming: Streaming, chunks: float,
-    attending: int
-) -> int:  # fmt: skip
+def copied_bytes(run: RunConfig, forward: Forward, kept: Kept, streaming: Streaming, chunks: float) -> int:
     """Bytes that a step copies between device and host, in the direction that has more in each of its phases.
 
     Hidden states that travel come once in forward and three times in backward (for the keys, for the recompute, and as
@@ -106,13 +99,14 @@ def copied_bytes(
     """
     if not run.options.offload:
         return 0
-    kept = -(-layers // every)
-    copied = (layers * 4 + (layers - kept) + 6) * size if streaming.hidden else 2 * kept * size
-    copied += 2 * outputs
+    layers, size = forward.layers, forward.input_bytes
+    inputs = -(-layers // kept.every)
+    copied = (layers * 4 + (layers - inputs) + 6) * size if streaming.hidden else 2 * inputs * size
+    copied += 2 * kept.outputs * sum(forward.outputs)
     if streaming.kv:
         visits = streaming.visits(chunks, streaming.fetched)
-        again = 1 if run.options.save_attention is True or outputs else 2
-        copied += round(attending * streaming.keys * (1 + streaming.page * visits * (again / 3 + 1)))
+        again = 1 if forward.save is True or kept.outputs else 2
+        copied += round(len(forward.attending) * streaming.keys * (1 + streaming.page * visits * (again / 3 + 1)))
     return copied
 
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from alstlib.base.recompute import Saved
+from alstlib.base.sizing import kept_of_page
 from alstlib.kernels.paged import Page
 from alstlib.kernels.spans import Documents, document_spans
 from alstlib.offload.courier import Courier
@@ -123,8 +124,7 @@ class Blocks:
 
     def kept_tokens(self, window: int | None) -> int:
         """Tokens of the sequence that a layer's pages keep at most."""
-        page = min(self.block, self.length) * self.ranks
-        return (self.count - 1) * (page if window is None else min(page, window - 1))
+        return (self.count - 1) * kept_of_page(min(self.block, self.length) * self.ranks, window)
 
     def attend(
         self, op: UlyssesAttention, q: Tensor, k: Tensor, v: Tensor, *, layer: int, saved: Saved | None = None,

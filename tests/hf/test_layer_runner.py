@@ -25,7 +25,7 @@ from cases import (
 from torch import nn
 
 import alstlib
-from alstlib.base.sizing import kept_on_host
+from alstlib.base.sizing import Forward
 from alstlib.offload.host_store import HostOutOfMemory
 
 LENGTH, WIDTH, HEADS, LAYERS = 64, 32, 4, 5
@@ -66,13 +66,14 @@ def budget_for(every, outputs=0):
 def test_the_rule(save):
     """Against every choice there is: the smallest k that fits, and with `auto` the outputs that fit beside it."""
     for layers, attending in ((1, 1), (2, 2), (5, 5), (7, 7), (7, 2), (3, 0)):
+        rule = Forward(layers=layers, attending=range(attending), save=save, input_bytes=10, outputs=(2, 1))
         for room in range(0, layers * 13 + 3):
             outputs = attending if save is True else 0
             left = {k: room - -(-layers // k) * 10 - outputs * 3 for k in range(1, layers + 1)}
             every = next((k for k in left if left[k] >= 0), layers)
             if save == "auto":
                 outputs = min(attending, max(0, left[every]) // 3)
-            assert kept_on_host(room, layers, 10, 3, save, attending=attending)[:2] == (every, outputs)
+            assert rule.kept(room)[:2] == (every, outputs)
 
 
 # ----- through a model

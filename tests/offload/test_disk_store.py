@@ -20,7 +20,7 @@ from cases import attach, batch, check_refused, lines_of, make_model, same, smal
 from device.module import device
 
 import alstlib
-from alstlib.base.sizing import STAGED, kept_with_disk, sent_away
+from alstlib.base.sizing import STAGED, Forward, sent_away
 from alstlib.offload import disk_store
 from alstlib.offload.disk_store import DiskFailed, DiskFile
 from alstlib.offload.host_store import HostOutOfMemory
@@ -192,7 +192,8 @@ RULE = yaml.safe_load("""
 
 def test_the_rule():
     for room, disk, save, want in RULE:
-        assert kept_with_disk(room, disk, 10, 100, 50, save) == tuple(want)
+        rule = Forward(layers=10, attending=range(10), save=save, input_bytes=100, outputs=(40, 10))
+        assert rule.kept(room, disk) == tuple(want)
     page = 4096
     assert sent_away(9 * page, 0, 10, page, (), ())[1:] == (2 * page, page)
     assert sent_away(2 * page, 0, 10, page, (), ())[1:] == (10 * page, 2 * page)  # nothing makes room enough

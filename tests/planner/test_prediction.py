@@ -2,20 +2,27 @@
 
 import itertools
 import re
+from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 from cases import ROOT, check_refused, lines_of
 from quick_steps import EIGHT_B, OURS, quick  # noqa: F401
+from transformers import AutoConfig, AutoModelForCausalLM
 
+import alstlib
 from alstlib.base.config import PAPER_ROWS, ROWS, RunConfig, row_config
 from alstlib.base.options import Options
 from alstlib.base.sizing import kv_needed, kv_of, zero_bucket
 from alstlib.base.units import GIB, format_bytes
 from alstlib.hf.memory_plan import MemoryPlan
-from alstlib.planner import devices, preflight
+from alstlib.offload import headroom
+from alstlib.offload.host_store import HostOutOfMemory
+from alstlib.planner import devices, fits, preflight
+from alstlib.planner.activations import activations
 from alstlib.planner.gpus import label_bytes, rates_of
 from alstlib.planner.machine import Machine, machine_of
 from alstlib.planner.model_shapes import read_shape
@@ -31,9 +38,10 @@ from alstlib.planner.step_time import (
     step_seconds,
     zero_seconds,
 )
-from alstlib.planner.streaming import least_chunk
+from alstlib.planner.streaming import forward_of, least_chunk
 from alstlib.runs import results
 from alstlib.runs.sweeps import load_spec
+from alstlib.streaming.blocks import Blocks
 
 EIGHT = Machine(gpus=8, host_memory=1_900_000_000_000)
 ONE = Machine(gpus=1, host_memory=64 * 10**9, disk=2 * 10**12)
@@ -308,6 +316,56 @@ def test_checkpoints_and_states_share_a_disk():
         assert plan(IN_FILES, replace(ONE, **there), 400_000).activations.disk == 0
 
 
+BLOCKS = {
+    "llama": {"num_hidden_layers": 3},
+    "gemma2": {"num_hidden_layers": 4, "sliding_window": 20},
+    "qwen3_next": {"num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"]},
+}
+"""Decoders, and fields of their configs: all layers attend, some with a window, one alone."""
+
+
+@pytest.mark.parametrize("save", [True, False, "auto"])
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_a_run_by_blocks_keeps_what_is_planned(kind, save, tmp_path, monkeypatch):
+    """With all that the host may have: where keys and values lie, inputs and outputs that are kept, and whether it is
+    too little."""
+    config, block, tokens = AutoConfig.for_model(kind, vocab_size=512, pad_token_id=0, **BLOCKS[kind]), 64, 5 * 64 - 3
+    config.save_pretrained(tmp_path)
+    shape = read_shape(str(tmp_path))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+    run = RunConfig(
+        model={"name": str(tmp_path), "dtype": "bf16"}, block=block,
+        options=Options.plain(tiles=True, offload="sync", on_host="auto", save_attention=save),
+    )  # fmt: skip
+    x, found = torch.empty(1, block, shape.width, dtype=torch.bfloat16), set()
+    kept = shape.layers * x.nbytes + shape.attending * block * shape.heads * (2 * shape.value_dim + 4)
+    with alstlib.apply(model, options=run.options) as handle:
+        plan, blocks = handle.plan, Blocks(shape.layers, tokens, block, 1)
+        pages = sum(plan._pages(x, blocks.kept_tokens(keys.window), keys) for keys in handle.facts.keys)
+        counted, own = (
+            replace(one, attending=len(one.attending), tables=0)
+            for one in (forward_of(shape, run, block, 2), plan._forward(x, 0, False))
+        )
+        assert counted == own
+        for free, room in itertools.product((pages // 2, 3 * pages), range(0, kept + pages + kept // 8, kept // 24)):
+            handle.store.budget = room
+            monkeypatch.setattr(headroom, "device_memory", lambda device, free=free: (0, 0, free))
+            planned = activations(shape, run, 1, tokens, "cuda", room, workspace=False, free=free)
+            with suppress(HostOutOfMemory):
+                plan.inputs_kept_every = 0
+                plan.blockwise(x, blocks)
+            enough = plan.inputs_kept_every > 0
+            assert (planned.copied_pages > 0) == plan.kv_on_host, (free, room)
+            if enough:
+                assert planned.inputs_kept_every == plan.inputs_kept_every, (free, room)
+                assert planned.attention_kept == plan.attention_kept, (free, room)
+            else:
+                assert planned.host_needed > room
+            found.add((plan.kv_on_host, plan.inputs_kept_every > 1))
+    assert found == {(True, False), (True, True), (False, False), (False, True)}
+
+
 @pytest.mark.parametrize("row, first, also", [
     ("baseline", "sequence parallelism over all GPUs", "tiled loss"),
     ("ulysses", "checkpoints on the host", "tiled MLP"),
@@ -332,6 +390,31 @@ def test_what_block_step_refuses_is_not_planned():
     assert "block by block" not in [way.what for way in Question(odd, OURS, EIGHT).ways()]
     last = Question(EIGHT_B, OURS.replace(options=disk), EIGHT).ways()[-1]
     assert (last.what, last.question.run.options.disk) == ("block by block", None)
+
+
+@pytest.mark.simulates
+def test_experts_of_which_nothing_is_known_are_planned_by_what_the_run_says_of_them(tmp_path, monkeypatch):
+    """As `apply` takes them: not at all over ranks or by blocks, unless `experts_by_token` says that they may be."""
+    monkeypatch.setenv(fits.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr("alstlib.hf.experts.known", lambda moe: False)
+    small = {"num_hidden_layers": 1, "num_experts": 8, "hidden_size": 64, "moe_intermediate_size": 32}
+    AutoConfig.for_model("qwen3_moe", vocab_size=509, **small).save_pretrained(tmp_path)
+    shape, run = read_shape(str(tmp_path)), RunConfig(model={"name": str(tmp_path), "dtype": "bf16"})
+    for one, ranks in ((run, 2), (run.replace(block=32), 1)):
+        check_refused("routes tokens to experts, and may mix them", activations, shape, one, ranks, 128, "cuda")
+        assert activations(shape, one.replace(options={"experts_by_token": True}), ranks, 128, "cuda").peak > 0
+
+
+@pytest.mark.simulates
+@pytest.mark.parametrize("attention, says", [
+    ("eager", "is for comparison, and is not planned"), (lambda *_, **__: None, "of your own is not planned"),
+    ("flash", "does not compute a soft cap"), ("cudnn", "does not compute a soft cap"), ("cpu", "attention='cpu' does"),
+])  # fmt: skip
+def test_a_kernel_that_is_not_planned_or_that_the_run_refuses(attention, says, tmp_path, monkeypatch):
+    monkeypatch.setenv(fits.CACHE_VARIABLE, str(tmp_path / "cache"))
+    AutoConfig.for_model("gemma2", num_hidden_layers=1, vocab_size=512, hidden_size=64).save_pretrained(tmp_path)
+    run = RunConfig(model={"name": str(tmp_path), "dtype": "bf16"}, options={"attention": attention})
+    check_refused(says, activations, read_shape(str(tmp_path)), run, 1, 128, "cuda")
 
 
 def test_labels_are_not_bytes():

@@ -12,7 +12,7 @@ from cases import attach, batch, check_step, growth, make_model, plain_step, sam
 
 import alstlib
 from alstlib.base.recompute import check_thread
-from alstlib.base.sizing import kept_on_host
+from alstlib.base.sizing import Forward
 from alstlib.offload import headroom
 from alstlib.offload.host_store import HostOutOfMemory
 
@@ -71,7 +71,11 @@ def test_one_input_in_two_where_the_host_is_short():
     model, tables = make_model(num_hidden_layers=LAYERS), 2 * LENGTH * 8 * 4
     for every, rows in ((1, LAYERS + 3), (2, LAYERS // 2 + 3)):  # what is there of a layer's input at once
         budget = rows * ROW + tables
-        assert kept_on_host(budget, LAYERS, ROW, 1, False, travels=True, tables=tables) == (every, 0, budget)
+        rule = Forward(
+            layers=LAYERS, attending=range(LAYERS), save=False, input_bytes=ROW, outputs=(1,), chunks=2, travels=True,
+            tables=tables,
+        )  # fmt: skip
+        assert rule.kept(budget) == (every, 0, budget, False)
         with small_pages(), streamed(model, host_memory=budget, on_host="hidden") as handle:
             step(model, batch(LENGTH))
             assert handle.plan.inputs_kept_every == every

@@ -138,7 +138,7 @@ def windows_of(config: Any, layers: int, chunk: int | None) -> tuple[int, int]:
     """(keys that a query attends to in a sliding window, or on average in a chunk of so many positions; layers that
     have it), for a decoder of so many layers; zeros where it has neither."""
     window = getattr(config, "sliding_window", None) or (chunk or 0) // 2
-    kinds = list(getattr(config, "layer_types", None) or ())
+    kinds = list(getattr(config, "layer_types", None) or ())[:layers]  # where the number of layers alone was changed
     near = sum(kind in ("sliding_attention", "chunked_attention") for kind in kinds)
     windowed = near if kinds else layers * bool(window)
     return window if windowed else 0, windowed

@@ -17,6 +17,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from alstlib.base.config import Model, RunConfig
+from alstlib.hf.experts import unknown_experts
 from alstlib.hf.loading.models import share_of_token, windows_of
 from alstlib.hf.support import check_model
 from alstlib.linear.adapters import adapter_of, mixers_of
@@ -122,6 +123,7 @@ def count(name: str, overrides: Mapping[str, Any], trust: bool, images: bool = F
     for path, m in model.named_modules():
         if isinstance(m, nn.Linear | Conv1D) and m.weight is not head:
             linear[path.rpartition(".")[2]] += sum(m.weight.shape)
+    refused = {"not_by_blocks": facts.not_by_blocks, "unknown_experts": unknown_experts(facts.layers)}
     mlp, sizes = getattr(config, "intermediate_size", 0), [p.numel() for p in model.parameters()]
     return {
         "family": config.model_type, "vocab": head.shape[0], "width": head.shape[1],
@@ -134,7 +136,7 @@ def count(name: str, overrides: Mapping[str, Any], trust: bool, images: bool = F
         "layer_parameters": max(sum(p.numel() for p in layer.parameters()) for layer in facts.layers),
         "mixing": round(mixing), "mlp_of_token": round(mlps), "linear": dict(linear),
         "recurrence": _recurrence(run, [mixers for layer in facts.layers if (mixers := mixers_of(layer))]),
-        **({"not_by_blocks": facts.not_by_blocks} if facts.not_by_blocks else {}),
+        **{name: why for name, why in refused.items() if why},
     }  # fmt: skip
 
 
