@@ -188,21 +188,34 @@ LEAST_MEMORY = 2**28
 """Bytes of the smallest GPU: less is a number without its unit."""
 
 
-def read(args: argparse.Namespace) -> Request:
-    """What the options describe."""
+def check(args: argparse.Namespace) -> None:
+    """Refuse options that are empty or exclude each other.
+
+    Raises:
+        ValueError: which they are.
+    """
     if empty := [name for name, value in vars(args).items() if isinstance(value, str) and not value.strip(" ,")]:
         raise ValueError(f"--{empty[0].replace('_', '-')} is empty: give a value, or leave the option out")
     if args.tree and (args.seq_len or args.preset != "ours"):
         raise ValueError("--tree is about a step of this library: leave out --seq-len and --preset")
-    measured = read_machine(args.machine) if args.machine else None
-    if measured and args.gpu:
+    if args.machine and args.gpu:
         raise ValueError("--machine brings measured rates: leave out --gpu")
+    if args.gpus is not None and args.gpus < 0:
+        raise ValueError(f"gpus={args.gpus} must be at least 1 (0: the GPUs of this machine)")
+    if args.images < 0 or (args.image_size and not args.images):
+        raise ValueError(f"images={args.images} must be at least {0 if args.images < 0 else 1}")
+    if args.images and (args.tree or args.preset != "ours"):
+        raise ValueError("--images is about a step of this library on samples: leave out --tree and --preset")
+
+
+def read(args: argparse.Namespace) -> Request:
+    """What the options describe."""
+    check(args)
+    measured = read_machine(args.machine) if args.machine else None
     wanted = parse_quantity(args.seq_len, "seq-len") if args.seq_len else None
     gpus = args.gpus
     if gpus is None:
         gpus = measured.gpus if measured else None if wanted else 8
-    if gpus is not None and gpus < 0:
-        raise ValueError(f"gpus={gpus} must be at least 1 (0: the GPUs of this machine)")
     if gpus == 0 and not (gpus := devices.device_count()):
         raise ValueError("gpus=0 means the GPUs of this machine, and it has none; give the number of GPUs to plan for")
     base = RunConfig(model=Model(name=args.model, dtype="bf16"), engine=Engine(sp=0))
@@ -223,10 +236,6 @@ def read(args: argparse.Namespace) -> Request:
         terms["fragmentation"] = args.fragmentation
     if args.host_memory:  # which holds the processes too, and what was measured as free does not
         terms = {"process": Overheads().process, **terms}
-    if args.images < 0 or (args.image_size and not args.images):
-        raise ValueError(f"images={args.images} must be at least {0 if args.images < 0 else 1}")
-    if args.images and (args.tree or args.preset != "ours"):
-        raise ValueError("--images is about a step of this library on samples: leave out --tree and --preset")
     if args.images and run.model.lora is not None:
         raise ValueError("model.lora is not planned with --images: leave one of both out")
     shape = read_shape(
