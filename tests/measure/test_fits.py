@@ -4,13 +4,15 @@ import gc
 import json
 import os
 import random
+from pathlib import Path
 
+import plan_table
 import public_fits
 import pytest
 import torch
 import transformers
 
-from alstlib.base.config import RunConfig
+from alstlib.base.config import RunConfig, not_default
 from alstlib.hf.loading.models import load_model
 from alstlib.kernels import blockwise
 from alstlib.planner import fits, preflight, progress
@@ -125,6 +127,17 @@ def test_a_tile_after_the_layers_may_be_longer_than_chunks():
     assert deep.lengths(4500) == ((4096, 5120), 4096, 5119)
     assert deep.lengths(6000) == ((5120, 6144), 5120, 10_239)
     assert deep.lengths(20_000) == deep.lengths(10**6) == ((10_240, 11_264), 10_240, 2**50)
+
+
+def test_steps_that_were_compared_are_drawn_again_and_further_ones_are_longer():
+    table = json.loads((Path(plan_table.__file__).parents[1] / "results/planner/simulated.json").read_text())["found"]
+    for one in table:
+        run, ranks, device = plan_table.draw(one["seed"])
+        drawn = {"options": not_default(run), "ranks": ranks, "device": device}
+        assert "options" not in one or {field: one[field] for field in drawn} == drawn
+    further = [plan_table.draw(plan_table.COUNT + n)[:2] for n in range(50)]
+    assert max(run.data.seq_len // ranks for run, ranks in further if run.chunk) > 2**17
+    assert max(run.data.seq_len // ranks for run, ranks in further if not run.chunk) <= 2**15
 
 
 def remote(at, layers):
