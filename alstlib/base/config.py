@@ -74,6 +74,15 @@ class ConfigGroup(Settings):
         return f"field of {cls.__name__.lower()}"
 
 
+def _listed(fields: Any) -> Any:
+    """Sets as sorted lists: JSON has none, and their order is not the same in each process."""
+    if not isinstance(fields, Mapping):
+        return fields
+    return {
+        name: sorted(value, key=str) if isinstance(value, set | frozenset) else value for name, value in fields.items()
+    }
+
+
 class Model(ConfigGroup):
     """What is trained."""
 
@@ -90,7 +99,7 @@ class Model(ConfigGroup):
     liger: FlagOrAuto = "auto"
     """Whether Liger's kernels compute norm, RoPE and SwiGLU; 'auto': with the loss in tiles, on a GPU, where they are
     installed and support the model."""
-    lora: Fields | None = None
+    lora: Annotated[Fields | None, BeforeValidator(_listed)] = None
     """Fine-tuning: fields of peft's LoraConfig, such as {r: 16}; None: all weights are trained."""
     bits: Literal[4] | None = None
     """Planning: 4 for an adapter on linear modules in 4 bits, as bitsandbytes has them with double quantization

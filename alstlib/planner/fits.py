@@ -30,7 +30,7 @@ from typing import Any
 
 from alstlib.base.config import RunConfig, not_default
 from alstlib.base.options import Options
-from alstlib.hf.loading.configs import find_config, overridden
+from alstlib.hf.loading.configs import code_of, overridden, planned_config
 from alstlib.planner.progress import watched
 
 SIMULATOR = "alstlib.planner.measure.answers"
@@ -98,11 +98,11 @@ class StepQuestion:
 
     @property
     def text(self) -> str:
-        """All that the answer depends on but the tokens; a model by its config, wherever that lies."""
+        """All that the answer depends on but the tokens; a model by its config, wherever that lies, and by its code."""
         model = self.run.model
-        config = overridden(find_config(model.name, whole=True), model.config)
+        config = overridden(planned_config(model.name), model.config)
         fields = {name: value for name, value in not_default(self.run).items() if not name.startswith("model.")}
-        own = {"dtype": model.dtype, "lora": model.lora, "code": model.name if model.trust_remote_code else ""}
+        own = {"dtype": model.dtype, "lora": model.lora, "code": code_of(model.name) if model.trust_remote_code else ""}
         asked = {
             "config": config,
             "model": own,
@@ -147,9 +147,9 @@ def lines_at(question: StepQuestion, tokens: int) -> Lines:
 
 def facts_of(name: str, overrides: Mapping[str, Any], trust_remote_code: bool, images: bool = False) -> dict[str, Any]:
     """The fields of a `model_shapes.Shape`, counted on the model itself; with `images`, on the one that reads them."""
-    config = overridden(find_config(name, whole=True), overrides)
-    read = ["images"] * images
-    text = json.dumps(["facts", config, name if trust_remote_code else "", *read], sort_keys=True, default=str)
+    config = overridden(planned_config(name), overrides)
+    code, read = code_of(name) if trust_remote_code else "", ["images"] * images
+    text = json.dumps(["facts", config, code, *read], sort_keys=True, default=str)
     asked = {"name": name, "overrides": dict(overrides), "trust": trust_remote_code, "images": images}
     return _once("facts", text, f"reading the sizes of {name}", lambda: asked)
 
@@ -188,9 +188,9 @@ def _once(
     if (found := next(filter(holds, known), None)) is None:
         question = asked()
         with watched(said):
-            found = _ask(what, {**question, **about})
+            found = json.loads(json.dumps(_ask(what, {**question, **about})))  # as it is read again
         known.append(found)
-        _keep(text, {what: question, "found": known})
+        _keep(text, known, {what: question})
     return found
 
 
@@ -236,11 +236,15 @@ def _ask(what: str, asked: Mapping[str, Any]) -> dict[str, Any]:
 @functools.cache
 def _known(text: str) -> list[dict[str, Any]]:
     """What comes with the library, and what this process or an earlier one found; the caller adds to it."""
-    found = list(public().get(digest(text), {}).get("found", ()))
+    return _with_kept(text, public().get(digest(text), {}).get("found", ()))
+
+
+def _with_kept(text: str, found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """These answers, and others that the user's cache has now."""
+    kept = []
     with suppress(OSError, ValueError):
         kept = json.loads(_file(text).read_text())["found"]
-        found += [one for one in kept if one not in found]
-    return found
+    return [*found, *(one for one in kept if one not in found)]
 
 
 @functools.cache
@@ -270,16 +274,20 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-def _keep(text: str, made: Mapping[str, Any]) -> None:
+def _keep(text: str, known: Sequence[dict[str, Any]], asked: Mapping[str, Any]) -> None:
+    """Write these answers, and those that another process wrote meanwhile."""
     with suppress(OSError):  # a cache that cannot be written is not worth a plan
         _folder().mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=_folder(), delete=False) as file:
-            json.dump({"text": text, **made}, file)
-        os.replace(file.name, _file(text))
+        with tempfile.TemporaryDirectory(dir=_folder()) as made:  # a file in it has the usual mode
+            (file := Path(made) / "made").write_text(
+                json.dumps({"text": text, **asked, "found": _with_kept(text, known)})
+            )
+            os.replace(file, _file(text))
 
 
 def _file(text: str) -> Path:
-    return _folder() / f"{digest(sources() + text)}.json"
+    adapters = metadata.distributions(name="peft") if '"lora": {' in text else ()
+    return _folder() / f"{digest(''.join([sources(), *(one.version for one in adapters), text]))}.json"
 
 
 def _folder() -> Path:

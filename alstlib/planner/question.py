@@ -10,7 +10,7 @@ from typing import Any
 
 from alstlib.base.config import RunConfig, value_of
 from alstlib.base.units import GIB
-from alstlib.hf.loading.configs import find_config, overridden
+from alstlib.hf.loading.configs import find_config, overridden, planned_config
 from alstlib.hf.loading.public_models import PUBLIC, TRAINED
 from alstlib.planner.fits import NotSimulated, other_versions
 from alstlib.planner.machine import Machine
@@ -280,7 +280,7 @@ class Question:
     def notes(self, seq_len: int | None = None) -> list[str]:
         """What else to know of this plan, and of this length."""
         made = [NOTE] if self.shape.recurrence and self.machine.device != "cpu" else []
-        if find_config(self.run.model.name) in PUBLIC.values() and (remark := other_versions()):
+        if planned_config(self.run.model.name) in PUBLIC.values() and (remark := other_versions()):
             made.append(remark)
         made += self.refusals(seq_len) if seq_len and self.machine.device != "cpu" else []
         trained = trained_length(self.run)

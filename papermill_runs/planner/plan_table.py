@@ -26,6 +26,7 @@ from alstlib.planner.model_shapes import read_shape
 
 FILE = Path("papermill_runs/results/planner/simulated.json")
 COUNT = 106
+"""Seeds by default. With further ones, steps in chunks may be so long that the norm after the layers has many tiles."""
 LAYERS = 6
 LIMIT = 180
 """Seconds of a core that a whole simulated step may take."""
@@ -73,7 +74,10 @@ def draw(seed: int) -> tuple[RunConfig, int, str]:
         on_host=pick.choice(["none", "hidden", "hidden+kv"]) if chunk and offload else "auto",
     )  # fmt: skip
     model = Model(name=name, config=shallow(name), dtype="bf16", lora=pick.choice([None, None, None, {"r": 16}]))
-    return RunConfig(model=model, data=Data(seq_len=rows * ranks), options=options), ranks, pick.choice(["cuda", "cpu"])
+    device = pick.choice(["cuda", "cpu"])
+    if chunk and seed >= COUNT:
+        rows *= 2 ** pick.randint(1, 4)
+    return RunConfig(model=model, data=Data(seq_len=rows * ranks), options=options), ranks, device
 
 
 def compare(seed: int) -> dict[str, Any]:

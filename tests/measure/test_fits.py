@@ -2,14 +2,17 @@
 
 import gc
 import json
+import os
 import random
+from pathlib import Path
 
+import plan_table
 import public_fits
 import pytest
 import torch
 import transformers
 
-from alstlib.base.config import RunConfig
+from alstlib.base.config import RunConfig, not_default
 from alstlib.hf.loading.models import load_model
 from alstlib.kernels import blockwise
 from alstlib.planner import fits, preflight, progress
@@ -115,6 +118,95 @@ def test_a_line_for_one_chunk_says_nothing_of_two():
     deep = Deep(run_of("tiny", chunk=1024, on_host="hidden"), 1)
     assert deep.lengths(1024) == ((1024,), 1024, 1024)
     assert deep.lengths(1900) == ((1280, 1792), 1025, 2047)
+
+
+def test_a_tile_after_the_layers_may_be_longer_than_chunks():
+    """A line that is drawn where the norm is one tile does not hold where it has several."""
+    run = run_of("tiny", chunk=1024, on_host="hidden+kv", tiles={**TILES, "norm": 5 * 1024})
+    deep = Deep(run, 16)
+    assert deep.lengths(4500) == ((4096, 5120), 4096, 5119)
+    assert deep.lengths(6000) == ((5120, 6144), 5120, 10_239)
+    assert deep.lengths(20_000) == deep.lengths(10**6) == ((10_240, 11_264), 10_240, 2**50)
+
+
+def test_steps_that_were_compared_are_drawn_again_and_further_ones_are_longer():
+    table = json.loads((Path(plan_table.__file__).parents[1] / "results/planner/simulated.json").read_text())["found"]
+    for one in table:
+        run, ranks, device = plan_table.draw(one["seed"])
+        drawn = {"options": not_default(run), "ranks": ranks, "device": device}
+        assert "options" not in one or {field: one[field] for field in drawn} == drawn
+    further = [plan_table.draw(plan_table.COUNT + n)[:2] for n in range(50)]
+    assert max(run.data.seq_len // ranks for run, ranks in further if run.chunk) > 2**17
+    assert max(run.data.seq_len // ranks for run, ranks in further if not run.chunk) <= 2**15
+
+
+def remote(at, layers):
+    """A model whose code comes with it, and makes so many layers."""
+    config = transformers.AutoConfig.for_model("llama")
+    name = at / "coded"
+    shrunk(config, 1, {}).save_pretrained(name)
+    known = json.loads((name / "config.json").read_text())
+    (name / "config.json").write_text(json.dumps({**known, "auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}))
+    (name / "modeling_own.py").write_text(CODE.format(layers))
+    return run_of(str(name)).replace(**{"model.trust_remote_code": True})
+
+
+CODE = """
+from transformers import LlamaForCausalLM
+
+
+class Own(LlamaForCausalLM):
+    def __init__(self, config):
+        config.num_hidden_layers = {}
+        super().__init__(config)
+"""
+
+
+def test_code_that_comes_with_a_model_is_read_again_where_it_changed(tmp_path):
+    parameters, host = [], []
+    for layers in (1, 3):
+        run = remote(tmp_path, layers)
+        parameters.append(read_shape(run.model.name, trust_remote_code=True).parameters)
+        host.append(lines_at(StepQuestion(run, 1, "cuda"), 300).host_at(300))
+    assert parameters[0] < parameters[1]
+    assert host[0] < host[1]
+
+
+def test_an_adapter_is_simulated_by_peft(monkeypatch):
+    """Another version of it makes other answers, and only of adapters."""
+    plain, adapted = (
+        StepQuestion(run_of("tiny").replace(model={"lora": lora}), 1, "cuda") for lora in (None, {"r": 4})
+    )
+    before = [fits._file(one.text) for one in (plain, adapted)]
+    monkeypatch.setattr(fits.metadata, "distributions", lambda name: [])  # as where it is not installed
+    after = [fits._file(one.text) for one in (plain, adapted)]
+    assert [a == b for a, b in zip(after, before)] == [True, False]
+
+
+def test_modules_of_an_adapter_may_be_a_set(cache):
+    """A set has no order, and JSON has none."""
+    names = ["q_proj", "v_proj", "up_proj"]
+    texts = set()
+    for given in (set(names), names[::-1], frozenset(names)):
+        question = StepQuestion(run_of("tiny").replace(model={"lora": {"r": 4, "target_modules": given}}), 1, "cuda")
+        texts.add(question.text)
+        lines_at(question, 300)
+    assert len(texts) == 2, "a list stays as it is"
+    assert len([*cache.iterdir()]) == 2
+
+
+def test_what_another_process_wrote_meanwhile_stays(cache, monkeypatch):
+    """And everybody may read it who may read other files."""
+    question = StepQuestion(run_of("tiny"), 1, "cuda")
+    with monkeypatch.context() as patch:
+        for tokens in (30, 40):
+            patch.setattr(fits, "_known", lambda text, own=[]: own)
+            lines_at(question, tokens)
+    monkeypatch.setattr(answers, "answer", lambda *_: pytest.fail("it was simulated again"))
+    assert lines_at(question, 30) != lines_at(question, 40)
+    os.umask(umask := os.umask(0o22))
+    (file,) = cache.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o666 & ~umask
 
 
 def test_a_second_answer_simulates_nothing(cache, monkeypatch, capsys):

@@ -49,6 +49,19 @@ def test_what_a_killed_fork_leaves_is_made_here():
     assert side_by_side("calls", [partial(killed_in_a_fork, os.getpid())] * 4) == ["made here"] * 4
 
 
+def killed_in_its_answer(parent):
+    """The pipe holds less than the answer, which this process reads later."""
+    if os.getpid() == parent:
+        time.sleep(0.6)
+    else:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+    return bytes(2**22)
+
+
+def test_what_a_fork_leaves_that_is_killed_in_its_answer_is_made_here():
+    assert side_by_side("calls", [partial(killed_in_its_answer, os.getpid())] * 2) == [bytes(2**22)] * 2
+
+
 @pytest.mark.parametrize("at", [0, 1])
 def test_what_a_call_raises_is_raised(at):
     calls = [partial(where, n) for n in range(4)]

@@ -12,6 +12,7 @@ import alstlib
 from alstlib.base.config import ROWS, RunConfig, row_config
 from alstlib.base.sizing import as_on
 from alstlib.hf.loading.models import load_model
+from alstlib.kernels import backends
 from alstlib.planner.measure.deep import Deep
 from alstlib.planner.measure.simulate import drop_gradients, fake_ranks, roomy, simulate, step, whole_model
 
@@ -128,3 +129,11 @@ def test_an_adapter_is_in_the_dtype_in_which_deepspeed_trains_it():
     with torch.device("meta"):
         model = whole_model(run_of(**{"model.dtype": "bf16", "model.lora": {"r": 4}}), "cuda")
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_what_is_installed_here_is_not_simulated(monkeypatch):
+    """A plan is kept, and asked for where other packages are."""
+    run = run_with(RUN, {"model.dtype": "bf16", "options.attention": "auto"})
+    before = simulate(run, 1, "cuda")
+    monkeypatch.setattr(backends, "_installed", lambda module: True)
+    assert simulate(run, 1, "cuda") == before

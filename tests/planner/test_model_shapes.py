@@ -11,7 +11,8 @@ from cases import check_refused, lines_of, values_of
 from quick_steps import quick  # noqa: F401
 from transformers import AutoModelForCausalLM, Llama4TextConfig
 
-from alstlib.hf.loading.configs import find_config
+from alstlib.base.config import RunConfig
+from alstlib.hf.loading.configs import find_config, planned_config
 from alstlib.hf.loading.models import flop_dimensions, model_config
 from alstlib.hf.loading.public_models import PUBLIC, SHAPES
 from alstlib.planner import fits
@@ -128,6 +129,31 @@ def test_a_config_on_disk_and_in_the_hubs_cache(tmp_path, monkeypatch):
     (folder / "config.json").write_text(json.dumps({**PUBLIC["Qwen/Qwen3-4B"], "num_hidden_layers": 5}))
     for name in (folder, folder / "config.json", "some/model"):
         assert read_shape(str(name)).layers == 5
+
+
+@pytest.mark.parametrize("name", ["meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-1B-Instruct", "microsoft/phi-4"])
+def test_a_published_model_that_was_downloaded(name, tmp_path, monkeypatch):
+    """What comes with the library answers for it where it has the published shape; else what was downloaded counts."""
+    question = fits.StepQuestion(RunConfig(model={"name": name}), 1, "cuda")
+    before, shape = question.text, read_shape(name)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    folder = tmp_path / f"models--{name.replace('/', '--')}"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs/main").write_text("abc")
+    (folder / "snapshots/abc").mkdir(parents=True)
+
+    def downloaded(**fields):
+        own = {**planned_config(name), "torch_dtype": "bfloat16", "use_cache": True, "pad_token_id": 7, **fields}
+        (folder / "snapshots/abc/config.json").write_text(json.dumps(own))
+
+    downloaded(max_position_embeddings=4096)
+    assert (question.text, read_shape(name)) == (before, shape)
+    assert find_config(name)["max_position_embeddings"] == 4096
+    downloaded(num_hidden_layers=5)
+    assert question.text != before
+    assert (read_shape(name).layers, model_config(name, {}, shape_only=True).num_hidden_layers) == (5, 5)
 
 
 UNKNOWN = """

@@ -6,6 +6,7 @@ Built in are small shapes with random weights and published ones (`public_models
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -69,8 +70,8 @@ def find_config(name: str, whole: bool = False) -> Json:
             return dict(found if whole else found.get("text_config", found))
         except (OSError, ValueError, AttributeError) as e:
             raise ValueError(f"model='{name}': {file} is not a readable config.json ({e})") from e
-    if (cached := _in_cache(name, whole)) is not None:
-        return cached
+    if (cached := _in_cache(name)) is not None:
+        return find_config(str(cached), whole)
     if (public := published(name)) is not None:
         return dict(PUBLIC[public])
     known = [*SHAPES, *PUBLIC]
@@ -82,18 +83,39 @@ def find_config(name: str, whole: bool = False) -> Json:
     )
 
 
+def planned_config(name: str) -> Json:
+    """The whole config of which a plan makes the model: that of a published shape, where the model has one."""
+    public = published(name)
+    return find_config(name, whole=True) if public is None else dict(PUBLIC[public])
+
+
 def published(name: str) -> str | None:
-    """The published shape that a hub name has, whose config is not at hand: instruct models have that of their base."""
-    if Path(name).expanduser().exists() or (name not in PUBLIC and _in_cache(name) is not None):
+    """The published shape that a hub name has: instruct models have that of their base. None where a config.json was
+    downloaded in which a field of the shape has another value: what it describes is trained."""
+    if Path(name).expanduser().exists():
         return None
     plain = {public.lower(): public for public in PUBLIC}
     stems = (name.lower().removesuffix(ending) for ending in ("", "-instruct", "-base", "-it", "-pt"))
-    return next((plain[stem] for stem in stems if stem in plain), None)
+    public = next((plain[stem] for stem in stems if stem in plain), None)
+    if public is None or (cached := _in_cache(name)) is None:
+        return public
+    own = find_config(str(cached), whole=True)
+    shape = {field: value for field, value in PUBLIC[public].items() if not field.endswith("_token_id")}
+    return public if all(own.get(field, value) == value for field, value in shape.items()) else None
 
 
-def _in_cache(name: str, whole: bool = False) -> Json | None:
+def code_of(name: str) -> str:
+    """What the code that comes with a model is known by: the model's name, and a hash of the Python files beside its
+    config."""
+    path = Path(name).expanduser()
+    beside = path if path.exists() else _in_cache(name)
+    files = sorted((path if path.is_dir() else beside.parent).rglob("*.py")) if beside else ()
+    return f"{name} {hashlib.sha256(b''.join(file.read_bytes() for file in files)).hexdigest()}"
+
+
+def _in_cache(name: str) -> Path | None:
     """The newest config.json of a hub name that was downloaded before."""
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-    found = sorted((hub / f"models--{name.replace('/', '--')}").glob("snapshots/*/config.json"), key=os.path.getmtime)
-    return find_config(str(found[-1]), whole) if found else None
+    found = (hub / f"models--{name.replace('/', '--')}").glob("snapshots/*/config.json")
+    return max(found, key=os.path.getmtime, default=None)

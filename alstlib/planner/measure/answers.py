@@ -41,8 +41,9 @@ def answer(what: str, asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=4)
-def _deep(question: str) -> Deep:
-    """A search asks about many lengths of one model, which is built once for all of them."""
+def _deep(question: str, text: str) -> Deep:
+    """A search asks about many lengths of one model, which is built once for all of them, unless its config or its code
+    changes, which are in the `text`."""
     asked = StepQuestion.from_dict(json.loads(question))
     return stack_of(asked.preset)(asked.run, asked.ranks, asked.device, asked.capability, asked.images)
 
@@ -51,7 +52,7 @@ def _deep_of(question: StepQuestion) -> Deep:
     """What simulates it: with kept outputs of attention and without, the layers are the same."""
     save = {"save_attention": question.run.options.save_attention}
     either = replace(question, run=question.run.replace(options={"save_attention": False}))
-    deep = _deep(json.dumps(either.to_dict(), sort_keys=True))
+    deep = _deep(json.dumps(either.to_dict(), sort_keys=True), either.text)
     deep.run = deep.run.replace(options=save)
     return deep
 

@@ -112,7 +112,7 @@ class _Fork:
     def found(self) -> list[Any]:
         try:
             return list(self.told.recv())
-        except EOFError:
+        except (EOFError, OSError):  # it ended before its message, or within
             return [call() for call in self.calls]
 
 
@@ -141,6 +141,7 @@ class Deep:
         """One layer of each kind that the whole model has more layers of."""
         if self.holder is None:  # layers in several lists: all are run
             self.chosen, self.further, self.left = list(range(len(self.layers))), {}, []
+        self.width = self.model.get_input_embeddings().weight.shape[1]
         self._tiles: dict[bool, set[int]] = {}
 
     def whole(self) -> Any:
@@ -191,7 +192,7 @@ class Deep:
             return known
         found = {size for part in get_args(TiledPart) if (size := self.run.options.tile(part)) and size is not True}
 
-        whole = tile_for(self.model.get_input_embeddings().weight.shape[1], 2, self.device)
+        whole = tile_for(self.width, 2, self.device)
 
         def rule(width: int, element: int) -> int:
             tile = tile_for(width, element, self.device)
@@ -207,21 +208,26 @@ class Deep:
         """(lengths to simulate, from, to): the tokens whose memory is a line through these lengths, with `tokens` among
         them; one length where it holds for itself alone.
 
-        From about four chunks on one line holds for all lengths. Below that one holds between two numbers of whole
-        chunks, which stand for themselves, as all lengths do where a chunk is short; the host's bytes are off by up to
-        1.2% there, because which slabs serve again depends on their sizes. In whole layers a line holds between two
-        sizes of a tile, from twice the smaller one on.
+        In chunks a line holds from about four of them on. Below that one holds between two numbers of whole chunks,
+        which stand for themselves, as all lengths do where a chunk is short; the host's bytes are off by up to 1.2%
+        there, because which slabs serve again depends on their sizes. In whole layers a line holds between two sizes
+        of a tile, from twice the smaller one on; so it does in chunks, where tiles after the layers are longer.
         """
         chunk = self.run.chunk
         if chunk is not None and tokens >= chunk:
             page = page_keys(chunk * self.ranks, 2**40) // self.ranks
-            first = page * max(3, 4 * chunk // page)
-            if tokens >= first:
-                return (first, first + page), first, FARTHEST
-            whole = tokens // chunk * chunk
-            if chunk < SHORT or tokens == whole:
+            few = page * max(3, 4 * chunk // page)
+            # outside layers nothing is narrower than the norm, which computes in fp32
+            asked = self.run.options.tile
+            longest = max(tile_for(self.width, 4, self.device), asked("norm"), asked("loss"))
+            tiles = {tile for tile in self.tiles if tile <= longest}
+            edges = {*range(chunk, few, chunk), few, FARTHEST + 1, *tiles, *(2 * tile for tile in tiles)}
+            low, high = max(e for e in edges if e <= tokens), min(e for e in edges if e > tokens)
+            first = -(-low // page) * page
+            lengths = (first, first + page) if low >= few else ((3 * low + high) // 4, (low + 3 * high) // 4)
+            if low == tokens < few or high - low < SHORT or lengths[1] > high:
                 return (tokens,), tokens, tokens
-            return (whole + chunk // 4, whole + 3 * chunk // 4), whole + 1, whole + chunk - 1
+            return lengths, low + (low < few), high - 1
         tiles = self.tiles | ({chunk} if chunk else set())
         low = max((tile for tile in tiles if tile <= tokens), default=0)
         high = min((tile for tile in tiles if tile > low), default=FARTHEST)

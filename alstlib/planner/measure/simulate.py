@@ -169,9 +169,11 @@ def attached(
     model: Any, run: RunConfig, ranks: int, device: str, capability: int = 9, tiles: TileRule | None = None
 ) -> Iterator[alstlib.Handle]:
     """A model on meta with fake weights, attached on one of so many ranks, with kernels and tiles as on a device."""
+    attention = run.options.attention
+    options = run.options.replace(attention="sdpa" if attention == "auto" else attention)  # whatever is installed here
     with (
         fake_ranks(ranks) as ctx, as_on(device, capability, tiles),
-        alstlib.apply(model, ctx, run.options) as handle, FakeTensorMode(allow_non_fake_inputs=True),
+        alstlib.apply(model, ctx, options) as handle, FakeTensorMode(allow_non_fake_inputs=True),
     ):  # fmt: skip
         drop_gradients(model.to_empty(device="cpu"))  # which makes new weights, without hooks
         yield handle
