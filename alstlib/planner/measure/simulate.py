@@ -145,7 +145,11 @@ def whole_model(run: RunConfig, device: str, images: bool = False) -> Any:
         from peft import LoraConfig, inject_adapter_in_model
 
         fields = {"task_type": "CAUSAL_LM", "target_modules": "all-linear", **run.model.lora}
-        inject_adapter_in_model(LoraConfig(**fields), model)
+        try:
+            adapter = LoraConfig(**fields)
+        except TypeError as e:
+            raise ValueError(f"model.lora: peft's {e}") from e
+        inject_adapter_in_model(adapter, model)
         for p in model.parameters():
             if p.requires_grad:  # peft makes an adapter in fp32, and DeepSpeed trains it in its own dtype
                 p.data = p.data.to(dtype)
