@@ -137,3 +137,9 @@ def test_what_is_installed_here_is_not_simulated(monkeypatch):
     before = simulate(run, 1, "cuda")
     monkeypatch.setattr(backends, "_installed", lambda module: True)
     assert simulate(run, 1, "cuda") == before
+
+
+def test_a_field_that_peft_does_not_know_is_refused():
+    run = RunConfig().replace(model={"lora": {"rank": 16}})
+    with pytest.raises(ValueError, match="model.lora: .*'rank'"):
+        simulate(run, 1)

@@ -354,7 +354,6 @@ REFUSED = """
 --set 'model.lora={r: 8, target_modules: [q_proj, lm_head]}' -> 'lm_head' is not planned: give r
 --set 'model.lora={r: 8, target_modules: 5}' -> target_modules=5 must be names of linear modules
 --set 'model.lora={r: 8, target_modules: [[q_proj]]}' -> must be names of linear modules
---set 'model.lora={rank: 16}' -> model.lora: peft's LoraConfig.__init__() got an unexpected keyword argument 'rank'
 --set 'model.lora={r: 8, use_dora: true}' -> model.lora with 'use_dora' is not planned
 --set 'model.lora={r: 8, bias: lora_only}' -> model.lora with 'bias' is not planned
 --set 'model.lora={r: 8, layer_replication: [[0, 16], [8, 32]]}' -> model.lora with 'layer_replication' is not planned
