@@ -221,8 +221,8 @@ def read(args: argparse.Namespace) -> Request:
     base = RunConfig(model=Model(name=args.model, dtype="bf16"), engine=Engine(sp=0))
     whole = {"options.chunk": None}  # chunks are one of the ways that the answer compares with whole layers
     fields = fields_of(args.set, "--set")
-    if own := [name for name in OWN_OPTIONS if name in fields]:
-        raise ValueError(f"--set {own[0]} has no effect on a plan: give {OWN_OPTIONS[own[0]]}")
+    if had := [name for name in OWN_OPTIONS if name in fields]:
+        raise ValueError(f"--set {had[0]} has no effect on a plan: give {OWN_OPTIONS[had[0]]}")
     run = row_config(PRESETS[args.preset], base).replace(**{**whole, **fields})
     names = [name for name in (args.gpu or "").split(",") if name.strip()]
     every = gpus is None and not args.gpu_memory

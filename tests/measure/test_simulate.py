@@ -141,5 +141,5 @@ def test_what_is_installed_here_is_not_simulated(monkeypatch):
 
 def test_a_field_that_peft_does_not_know_is_refused():
     run = RunConfig().replace(model={"lora": {"rank": 16}})
-    with pytest.raises(ValueError, match="model.lora: .*'rank'"):
+    with pytest.raises(ValueError, match="argument 'rank'"):
         simulate(run, 1)
