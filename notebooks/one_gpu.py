@@ -30,6 +30,7 @@ from alstlib.planner.command import add_arguments, read
 from alstlib.planner.machine import machine_of
 from alstlib.planner.measure.ledger import Ledger
 from alstlib.planner.measure.simulate import shard_of, simulate, whole_model
+from alstlib.planner.model_shapes import read_shape
 from alstlib.planner.preflight import as_metrics, foretell
 from alstlib.planner.question import Question
 from alstlib.runs.train.engine import host_tensors, initialize, take_step
@@ -96,6 +97,11 @@ def smaller(claim: Mapping[str, Any], folder: str, tokens: int, divisor: int) ->
         engine={"world_size": 1, "sp": 1, **({"zero_stage": 0} if question.run.model.lora else {})},
         optim={"steps": 2},
     )  # fmt: skip
+
+
+def input_bytes(run: RunConfig) -> int:
+    """Bytes of one layer's input of such a run."""
+    return run.data.seq_len * read_shape(run.model.name).width * (2 if torch.cuda.is_available() else 4)
 
 
 def planned(run: RunConfig) -> dict[str, int]:
