@@ -116,7 +116,7 @@ class TiledExperts(TiledMLP):
                 uses = each if len(shape) > 2 else each / listed if "experts." in name else 1
                 widest, numbers = max(widest, *shape[-2:]), numbers + uses * sum(shape[-2:])
         tile = default_tile(each * widest, x.element_size(), x.device)
-        return tile_of_sums(x.shape[1], tile, sums, numbers * x.element_size() * len(x))
+        return tile_of_sums(x.shape[:2].numel(), tile, sums, numbers * x.element_size())
 
 
 @functools.cache

@@ -144,7 +144,8 @@ class MemoryPlan:
 
     def _place_keys(self, x: Tensor, device: torch.device, keys: int, beside: int = 0, travels: bool = False) -> int:
         """Decide where keys and values of so many bytes lie, alike on all ranks; returns those on the host."""
-        memory = headroom.device_memory(device) if self.options.offload and not isinstance(x, FakeTensor) else None
+        asks = self.options.place("kv") == "auto" and self.options.offload and not isinstance(x, FakeTensor)
+        memory = headroom.device_memory(device) if asks else None
         self.kv_on_host = self._forward(x, keys, travels).keys_on_host(
             self.options.place("kv"), memory and memory[2] - beside, self._room(travels), self.ctx.largest
         )

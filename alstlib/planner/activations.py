@@ -32,7 +32,7 @@ class Activations:
     place: str
     """The module in which the peak is reached."""
     part: str
-    """When and where that is (`fits.Moment.part`)."""
+    """When and where that is (`fits.Moment.part`), or `end`: of an MLP's backward."""
     host: int
     """Checkpoints that wait on the host."""
     host_needed: int
@@ -141,7 +141,7 @@ def activations(
     )  # fmt: skip
 
 
-AFTER = Lines([Moment("the reduction of gradients", False, {}, "after")], (0.0, 0.0))
+AFTER = Lines([Moment("the optimizer's step", False, {}, "after")], (0.0, 0.0))
 """What a step takes after backward, besides model states."""
 TOWER = "vision tower"
 """The category of all that a model makes of images before its decoder has them, and the place of its moments."""
@@ -205,7 +205,7 @@ def _largest(
     for moment in (moment for one in lines for moment in one.moments):
         found = moment.at(tokens)
         beside(moment.place, moment.kernel, found)
-        # the layer itself holds what an MLP in tiles made, at the end of its backward
+        # a layer's own moment with bytes of its MLP is at the end of the MLP's backward, whose weights are released
         part = "end" if moment.part == "layer" and moment.place[-1].isdigit() and "mlp" in found else moment.part
         if (total := sum(found.values()) + held(part)) > most:
             best, where, most = found, (moment.place, part), total

@@ -221,7 +221,8 @@ def read(args: argparse.Namespace) -> Request:
     base = RunConfig(model=Model(name=args.model, dtype="bf16"), engine=Engine(sp=0))
     whole = {"options.chunk": None}  # chunks are one of the ways that the answer compares with whole layers
     fields = fields_of(args.set, "--set")
-    if had := [name for name in OWN_OPTIONS if name in fields]:
+    given = {f"{name}.{key}" for name, of in fields.items() if isinstance(of, dict) for key in of} | {*fields}
+    if had := [name for name in OWN_OPTIONS if name in given]:
         raise ValueError(f"--set {had[0]} has no effect on a plan: give {OWN_OPTIONS[had[0]]}")
     run = row_config(PRESETS[args.preset], base).replace(**{**whole, **fields})
     names = [name for name in (args.gpu or "").split(",") if name.strip()]

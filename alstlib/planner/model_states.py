@@ -47,8 +47,8 @@ class States:
     device: dict[str, int]
     host: dict[str, int]
     others: dict[str, dict[str, int]]
-    """The entries of another size when memory peaks in a layer's attention or MLP (`attention`, `mlp`), outside the
-    layers (`outside`), in forward (`forward`) or after backward (`after`)."""
+    """The entries of another size when memory peaks in a layer's attention or MLP (`attention`, `mlp`, at its `end`),
+    outside the layers (`outside`), in forward (`forward`) or after backward (`after`)."""
     disk: dict[str, int] = field(default_factory=dict)
     """What is in files."""
 
@@ -75,7 +75,8 @@ def model_states(
     (`stage3_max_reuse_distance`): a model of less than two buckets stays gathered from the first layer on. In forward,
     the buffer in which weights arrived is held until the last of them is used: a bucket more, beside fewer activations.
     It is counted for models of less than 16M weights, where a bucket is most of a layer's memory. Without prefetch
-    a layer's weights are all that is gathered inside of it.
+    a layer is gathered, with an embedding that is used again soon; the last one's backward, which has the most while
+    checkpoints lie on the device, also finds a bucket of weights of the layers before it.
 
     After backward, when no activations are left, an optimizer on the device steps: on a copy of gradients in fp32, and
     from stage 1 on beside one more that is flat, of a rank's part (stage 3: of a group). Before that stage 0 copies
@@ -129,7 +130,7 @@ def model_states(
     if not ours:
         gathered = max(around + layer, live)
     elif not run.engine.prefetch:
-        gathered = layer
+        gathered = layer + (table * ahead if alike else buffer)
     else:
         gathered = table + live if ahead else around + (min(layer, live) if alike else layer)
     alone = world == 1 and not run.engine.offload_params  # what is gathered is the shard

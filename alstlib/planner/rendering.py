@@ -148,7 +148,8 @@ def verdict(found: Prediction, machine: Machine) -> str:
     for where, needs, has in found.sides:
         if has is not None:
             alone = where != "host" or machine.device != "cpu"  # what is on the device is not in the host's memory too
-            held = max(needs, sum(getattr(found, where).values())) if alone and needs <= has else needs
+            held = sum(getattr(found, where).values())
+            held = held if alone and needs <= held <= has else needs
             spare.append(f"{format_bytes(abs(has - held))} {'spare' if has >= held else 'short'} on the {where}")
     fits = "fits" if found.fits else "does not fit"
     loads = f"{found.loading.why}; in a step " if found.loading.why else ""

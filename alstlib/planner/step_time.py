@@ -190,7 +190,7 @@ def mlp_again(shape: Shape, run: RunConfig, passes: Passes, preset: str = "ours"
     if preset == "paper" or not tile:
         return float(run.options.checkpoint) + bool(tile)
     size = tile_for(max(shape.mlp, shape.width), element_bytes(run, "cuda"), "cuda") if tile is True else tile
-    if run.chunk and passes.rows <= size:
+    if run.chunk and passes.rows * run.data.batch_size <= size:
         return 1.0
     products = shape.mlp_of_token / max(1, shape.layers * shape.width * shape.mlp)
     adapted = run.model.lora is not None and [*shape.linear][-1] in shape.adapted(run.model.lora)

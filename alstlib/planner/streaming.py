@@ -84,7 +84,8 @@ def streaming_of(
     free = free if hidden or free is None else free - 2 * forward.input_bytes  # a layer's input and a gradient
     kv = keys_on_host(run, forward, free, room)
     sparse = run.contrib.sparse or {}
-    page = sparse.get("page") or page_keys(run.chunk * ranks, tokens * ranks)
+    batch = run.data.batch_size  # which run.chunk and tokens count, and a page of the run does not
+    page = batch * (sparse.get("page") or page_keys(run.chunk // batch * ranks, tokens // batch * ranks))
     ends = sparse.get("first", 1) + sparse.get("last", 1)  # as in `contrib.sparse`
     seen = (ends + sparse["top"], ends + sparse["top"] * heads) if sparse else (None, None)
     return Streaming(hidden, kv, keys, page / (tokens * ranks), page // (run.chunk * ranks), *seen)

@@ -180,7 +180,8 @@ class TiledHead(TiledModule):
     @torch.no_grad()
     def _show(self, hidden: Tensor, labels: Tensor, look: Look) -> None:
         batch, length = labels.shape
-        for at in tiles_of(length, self.tile or default_tile(self.vocabulary * batch, 4, labels.device)):
+        tile = self.tile or default_tile(self.vocabulary, 4, labels.device)
+        for at in tiles_of(length, max(1, tile // max(1, batch))):
             logits = self.inner(hidden[:, at].to(labels.device))
             look(self.transform(logits.to(sum_dtype(logits))))
 

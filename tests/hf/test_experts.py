@@ -109,6 +109,8 @@ def test_the_tile_counts_the_experts_of_a_token(monkeypatch):
     monkeypatch.setitem(TILE_BYTES, "cpu", 4 * 2 * 96 * 512)
     block = zoo.build("mixtral").model.layers[0].mlp
     assert TiledExperts(block, None)._default_tile(torch.zeros(1, 4096, 32)) == 512
+    for samples in (2, 8):  # which a tile holds the tokens of
+        assert TiledExperts(block, None)._default_tile(torch.zeros(samples, 4096 // samples, 32)) == 512
 
 
 @pytest.mark.parametrize("dtype, worth", [(torch.float32, 56), (torch.bfloat16, 112)])

@@ -342,6 +342,7 @@ REFUSED = """
 --seq-len ''                    -> --seq-len is empty
 --seq-len many                  -> seq-len='many' is not a number
 --tree 800K,8x200K --seq-len 5  -> leave out --seq-len
+--set 'data={seq_len: 5000}'    -> --set data.seq_len has no effect on a plan
 --set data.seq_len=5000         -> has no effect on a plan: give --seq-len
 --set model.name=Qwen/Qwen3-8B  -> has no effect on a plan: give --model
 --seq-len 3                     -> must be at least 8: one token for each rank
