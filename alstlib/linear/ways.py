@@ -3,7 +3,6 @@ too (`planner.state_ways` has what it sends and computes)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,7 +27,7 @@ class StateLayer:
     keys: int
     values: int
     """A head's state has keys * values numbers."""
-    inputs: Sequence[Sent]
+    inputs: tuple[Sent, ...]
     """The tensors that the recurrence gets of a token, all but its weights."""
     output: Sent
     """Its groups are the heads."""
