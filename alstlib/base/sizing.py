@@ -30,8 +30,10 @@ def tile_for(width: int, element_bytes: int, device: str) -> int:
     return max(256, 1 << tokens_in_tile(width * element_bytes, device).bit_length() - 1)
 
 
-def tiles_of(tokens: int, tile: int) -> list[slice]:
-    """Slices of `tile` tokens that cover all `tokens`; one empty slice for no tokens."""
+def tiles_of(tokens: int, tile: int, samples: int = 1) -> list[slice]:
+    """Slices that cover all `tokens`, in each of which so many samples have `tile` tokens together; one empty slice for
+    no tokens."""
+    tile = max(1, tile // max(1, samples))
     return [slice(lo, min(lo + tile, tokens)) for lo in range(0, max(tokens, 1), tile)]
 
 

@@ -55,10 +55,6 @@ class _Work:
     travel: Travel | None
     narrow: bool
 
-    def tiles(self, x: Tensor) -> list[slice]:
-        """Positions of x [B, S, ...], of which all samples together are a tile."""
-        return tiles_of(x.shape[1], max(1, self.tile // max(1, x.shape[0])))
-
     def couriers(self) -> tuple[Courier | None, Courier | None, Courier | None]:
         """The couriers of x, of the whole work and of the output; None where the tensor lies on the device."""
         if self.travel is None:
@@ -85,7 +81,7 @@ class _TiledCompute(torch.autograd.Function):
         which = [i for i, grad in enumerate(given) if grad is not None]
         need_x, needs = ctx.needs_input_grad[2], ctx.needs_input_grad[3:]
         params = those_that_train(work.params(), needs)
-        sums, strays, tiles = GradientSums(params, work.narrow), ctx.strays, work.tiles(x)
+        sums, strays, tiles = GradientSums(params, work.narrow), ctx.strays, tiles_of(x.shape[1], work.tile, len(x))
         xs, courier, out = work.couriers()
         grad_x = room_like(xs, x) if need_x else None
         with ctx.replay(), torch.enable_grad():
@@ -124,7 +120,7 @@ def _run_tiles(work: _Work, x: Tensor, along: Sequence[Tensor]) -> Any:
     many."""
     outs: list[Tensor] = []
     flat: list[bool] = []
-    (xs, courier, to), tiles = work.couriers(), work.tiles(x)
+    (xs, courier, to), tiles = work.couriers(), tiles_of(x.shape[1], work.tile, len(x))
     for at, (own,) in zip(tiles, parts_of(xs, tiles, x)):
         made = work.fn(own.contiguous(), *(t[:, at] for t in along))
         alone, parts = isinstance(made, Tensor), list(tensors_of(made))

@@ -181,7 +181,7 @@ class TiledHead(TiledModule):
     def _show(self, hidden: Tensor, labels: Tensor, look: Look) -> None:
         batch, length = labels.shape
         tile = self.tile or default_tile(self.vocabulary, 4, labels.device)
-        for at in tiles_of(length, max(1, tile // max(1, batch))):
+        for at in tiles_of(length, tile, batch):
             logits = self.inner(hidden[:, at].to(labels.device))
             look(self.transform(logits.to(sum_dtype(logits))))
 

@@ -193,8 +193,8 @@ def some_of_many() -> Iterator[None]:
         yield
 
 
-def _ends(tokens: int, size: int) -> list[slice]:
-    of = tiles_of(tokens, size)
+def _ends(tokens: int, size: int, samples: int = 1) -> list[slice]:
+    of = tiles_of(tokens, size, samples)
     return of if len(of) < 2 * ENDS else [*of[:ENDS], *of[-ENDS:]]
 
 
